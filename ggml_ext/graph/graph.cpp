@@ -4,9 +4,13 @@
 //                                       "product" (the matrix of a product, whose input llama-imatrix collects), "rows" (looked up by
 //                                       index) or the name of another operation
 //        ggml-ext-graph run FILE ...    load the model and run one token. Exit code 2 if the result is not finite
+//        ggml-ext-graph scales FILE ... find the products whose columns can be scaled (column-scales.h), and run them scaled. Print a line per
+//                                       group: "group", consumers, producers, block and repeat, or "inexact", consumers and producers, for a
+//                                       group with which the results differ; fields are separated by tabs, names by commas
 //
-// FILEs are the parts of one model in order. Both commands use the CPU only.
+// FILEs are the parts of one model in order. All commands use the CPU only.
 
+#include "column-scales.h"
 #include "llama-graph-cut.h"
 
 #include "ggml-backend.h"
@@ -15,6 +19,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -58,6 +64,7 @@ struct tensor_uses {
 struct loaded_model {
     llama_model *   model = nullptr;
     llama_context * ctx   = nullptr;
+    void *          run   = nullptr; // a ggml_ext::scaled_run, or none
 
     loaded_model(std::vector<const char *> files, bool with_weights) {
         ggml_backend_dev_t no_devices[] = { nullptr };
@@ -73,6 +80,8 @@ struct loaded_model {
         llama_context_params context_params = llama_context_default_params();
         context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = 64;
         context_params.embeddings = true; // adds pooling and a reranker's head to the graph
+        context_params.cb_eval           = evaluate;
+        context_params.cb_eval_user_data = this;
         ctx = llama_init_from_model(model, context_params);
     }
     ~loaded_model() {
@@ -83,30 +92,108 @@ struct loaded_model {
             llama_model_free(model);
         }
     }
+
+    static bool evaluate(ggml_tensor * node, bool is_before, void * loaded) {
+        void * run = ((const loaded_model *) loaded)->run;
+        return run ? ggml_ext::scaled_run::evaluate(node, is_before, run) : !is_before;
+    }
 };
 
-int run(llama_model * model, llama_context * ctx) {
+// Run tokens through the model and return the values that it gives for the last one. False if that fails.
+bool compute(llama_model * model, llama_context * ctx, std::vector<llama_token> tokens, std::vector<float> & out) {
     const llama_vocab * vocab = llama_model_get_vocab(model);
     const bool is_encoder = llama_pooling_type(ctx) != LLAMA_POOLING_TYPE_NONE || !llama_model_has_decoder(model);
     llama_set_embeddings(ctx, is_encoder);
-    llama_token token = std::max(0, llama_vocab_bos(vocab));
     if (llama_model_has_encoder(model)) {
-        if (llama_encode(ctx, llama_batch_get_one(&token, 1))) {
-            return 1;
+        if (llama_encode(ctx, llama_batch_get_one(tokens.data(), (int32_t) tokens.size()))) {
+            return false;
         }
-        token = std::max(0, llama_model_decoder_start_token(model));
+        tokens.assign(1, std::max(0, llama_model_decoder_start_token(model)));
     }
-    if (llama_model_has_decoder(model) && llama_decode(ctx, llama_batch_get_one(&token, 1))) {
-        return 1;
+    if (llama_model_has_decoder(model) && llama_decode(ctx, llama_batch_get_one(tokens.data(), (int32_t) tokens.size()))) {
+        return false;
     }
     const float * values = is_encoder ? llama_get_embeddings_seq(ctx, 0) : llama_get_logits_ith(ctx, -1);
     const int n = llama_pooling_type(ctx) == LLAMA_POOLING_TYPE_RANK ? (int) llama_model_n_cls_out(model) :
                   is_encoder                                         ? llama_model_n_embd_out(model) :
                                                                        llama_vocab_n_tokens(vocab);
-    for (int i = 0; values && i < n; ++i) {
+    out.assign(values, values + (values ? n : 0));
+    return true;
+}
+
+int run(llama_model * model, llama_context * ctx) {
+    std::vector<float> values;
+    if (!compute(model, ctx, { std::max(0, llama_vocab_bos(llama_model_get_vocab(model))) }, values)) {
+        return 1;
+    }
+    for (size_t i = 0; i < values.size(); ++i) {
         if (!std::isfinite(values[i])) {
-            fprintf(stderr, "error: value %d of %d that the model gives is %g\n", i, n, values[i]);
+            fprintf(stderr, "error: value %zu of %zu that the model gives is %g\n", i, values.size(), values[i]);
             return 2;
+        }
+    }
+    return 0;
+}
+
+using scale_groups = std::vector<ggml_ext::scale_group>;
+
+// The largest error of the results, relative to their energy, with which a group counts as exact. Powers of two change nothing but the rounding of
+// halves below 2^-14 in the cache, which gives 3e-8 on SmolLM2-135M-Instruct and 0 on the reference model; a group that does not commute with
+// a scale gives 1e-3 and more.
+constexpr double EXACT = 1e-6;
+constexpr int    N_TOKENS = 32;
+
+// Return the error of the model's results if the groups are scaled, relative to the energy of the original ones; infinite if it does not run.
+double scaling_error(loaded_model & loaded, const std::vector<float> & original, const std::vector<llama_token> & tokens, const scale_groups & groups) {
+    std::vector<float> values;
+    bool               has_run;
+    {
+        ggml_ext::scaled_run run(groups);
+        llama_memory_clear(llama_get_memory(loaded.ctx), true);
+        loaded.run = &run;
+        has_run    = compute(loaded.model, loaded.ctx, tokens, values);
+        loaded.run = nullptr;
+    }
+    double error = 0, energy = 0;
+    for (size_t i = 0; has_run && i < values.size(); ++i) {
+        error += std::pow(values[i] - original[i], 2);
+        energy += std::pow(original[i], 2);
+    }
+    return has_run && energy > 0 && std::isfinite(error) ? error / energy : INFINITY;
+}
+
+// Join names, without the number of the layer if is_class.
+std::string join(const std::vector<ggml_tensor *> & tensors, bool is_class = false) {
+    std::string out;
+    for (const ggml_tensor * t : tensors) {
+        int n = 0, length = 0;
+        const bool in_layer = is_class && sscanf(t->name, "blk.%d.%n", &n, &length) == 1;
+        out += (out.empty() ? "" : ",") + std::string(t->name + (in_layer ? length : 0));
+    }
+    return out;
+}
+
+int print_scales(loaded_model & loaded, const scale_groups & found) {
+    const int                n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(loaded.model));
+    std::vector<llama_token> tokens;
+    for (uint32_t i = 0; i < N_TOKENS; ++i) {
+        tokens.push_back((llama_token) (i * 2654435761u % (uint32_t) n_vocab));
+    }
+    std::vector<float> original;
+    if (!compute(loaded.model, loaded.ctx, tokens, original)) {
+        return 1;
+    }
+    std::map<std::string, scale_groups> classes;
+    for (const auto & group : found) {
+        classes[join(group.consumers, true) + ">" + join(group.producers, true)].push_back(group);
+    }
+fprintf(stderr,"ERR all %g\n",scaling_error(loaded, original, tokens, found)); for(auto&e:classes) fprintf(stderr,"ERR %s %g\n",e.first.c_str(),scaling_error(loaded, original, tokens, e.second));
+    const bool all_exact = scaling_error(loaded, original, tokens, found) <= EXACT;
+    for (const auto & entry : classes) {
+        const bool is_exact = all_exact || scaling_error(loaded, original, tokens, entry.second) <= EXACT;
+        for (const auto & g : entry.second) {
+            printf("%s\t%s\t%s\t%lld\t%lld\n", is_exact ? "group" : "inexact", join(g.consumers).c_str(), join(g.producers).c_str(),
+                   (long long) g.block, (long long) g.repeat);
         }
     }
     return 0;
@@ -116,28 +203,30 @@ int run(llama_model * model, llama_context * ctx) {
 
 int main(int argc, char ** argv) {
     const std::string command = argc > 2 ? argv[1] : "";
-    if (command != "uses" && command != "run") {
-        fprintf(stderr, "error: use: %s uses FILE ..., or run FILE ...\n", argv[0]);
+    if (command != "uses" && command != "run" && command != "scales") {
+        fprintf(stderr, "error: use: %s uses, run or scales, and FILE ...\n", argv[0]);
         return 1;
     }
     ggml_backend_load_all();
     llama_backend_init();
-    tensor_uses uses;
-    if (command == "uses") {
+    tensor_uses  uses;
+    scale_groups groups;
+    if (command != "run") {
         ggml_ext_set_graph_cut([&](ggml_cgraph * graph) {
             uses.read(graph);
+            groups = ggml_ext::find_scale_groups(graph);
             return [] {};
         });
     }
     int code = 1;
     {
-        const loaded_model loaded({ argv + 2, argv + argc }, command == "run");
+        loaded_model loaded({ argv + 2, argv + argc }, command != "uses");
+        ggml_ext_set_graph_cut({});
         if (loaded.ctx) {
-            code = command == "run" ? run(loaded.model, loaded.ctx) : 0;
+            code = command == "run" ? run(loaded.model, loaded.ctx) : command == "scales" ? print_scales(loaded, groups) : 0;
         }
     }
-    ggml_ext_set_graph_cut({});
-    if (code == 0) {
+    if (code == 0 && command == "uses") {
         for (const auto & [name, use] : uses.entries) {
             printf("%s\t%s\n", name.c_str(), use.c_str());
         }

@@ -208,10 +208,10 @@ bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const
     int n = 0;
     for (const int i : nodes) {
         ggml_tensor * node = graph->nodes[n++] = graph->nodes[i];
-        if (node->src[0]) {
-            const auto replacement = weights.find(node->src[0]->name);
-            if (replacement != weights.end() && is_weight(node->src[0])) {
-                node->src[0] = replacement->second;
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            const auto replacement = weights.find(node->src[j]->name);
+            if (replacement != weights.end() && is_weight(node->src[j])) {
+                node->src[j] = replacement->second;
             }
         }
     }

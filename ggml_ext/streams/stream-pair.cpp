@@ -170,6 +170,16 @@ void stream_pair::read_description() {
     n_embd         = ggml_nelements(end) / n_context;
     chunk_bytes    = ggml_nbytes(end);
     gradient_error = find_gradient_error();
+    // column scales change other weights too, such as norms
+    for (int k = 0; k < (int) parts.layers().size(); ++k) {
+        for (const ggml_tensor * node : parts.nodes(k)) {
+            for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+                if (is_weight(node->src[j]) && matrices.emplace(node->src[j]->name, node->src[j]).second) {
+                    layer_of[node->src[j]->name] = k;
+                }
+            }
+        }
+    }
     // the quantized stream begins with the token embeddings
     for (const ggml_tensor * w : parts.embeddings()) {
         matrices.emplace(w->name, w);

@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "run llama-server, with its options: ggml-ext serve -m MODEL",
     "inspect": "list the tensors of a file, with types and errors",
     "export": "convert ggml-ext types to those that every llama.cpp loads",
+    "scale-adapter": "convert a LoRA adapter for a model with column scales",
     "upload": "upload a file and its model card to the Hugging Face hub",
     "new-metadata": "run gguf-new-metadata: copy a file with another name, chat template or special tokens",
     "set-metadata": "run gguf-set-metadata: change the value of a key in a file",
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ggml-ext",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="ggml-ext COMMAND ...",
-        description="commands:\n" + "\n".join(f"  {name:12} {about}" for name, about in COMMANDS.items()),
+        description="commands:\n" + "\n".join(f"  {name:13} {about}" for name, about in COMMANDS.items()),
         epilog="ggml-ext COMMAND --help lists the options of a command.",
     )
     parser.add_argument("command", metavar="COMMAND", nargs="?", help=argparse.SUPPRESS)

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._encode.codec import Codec
 from .._encode.tensor_calibration import Metric, MetricCache, PerExpert, TensorCalibration
+from .._formats.column_scales import ColumnScales
 from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value, uint32_value
 from .._formats.hessians import HessianFile, TensorHessian, kind_for, token_warnings
 from .._formats.imatrix import ImportanceMatrix, dead_columns
@@ -47,13 +48,17 @@ class Importance:
     text_name: str | None = None  # of the text, if ggml-ext calibrated
     description: str | None = None  # replaces the usual one in the summary
     full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
+    scales: ColumnScales = field(default_factory=ColumnScales)  # of the weights to encode
     warnings: list[str] = field(default_factory=list)  # from encoding
 
     def read(self, tensor: Tensor) -> TensorCalibration:
-        """Return the statistics of a tensor, without a metric."""
+        """Return the statistics of a tensor, without a metric, with its column scales."""
         if self.matrix is None or tensor.name not in self.matrix:
             return TensorCalibration()
-        return TensorCalibration.from_hessian(self.matrix.values(tensor), self.hessian(tensor))
+        diagonal, hessian, factors = self.matrix.values(tensor), self.hessian(tensor), self.scales.column_factors(tensor.name)
+        if factors is not None:
+            diagonal, hessian = diagonal / factors**2, hessian and replace(hessian, factors=factors)
+        return TensorCalibration.from_hessian(diagonal, hessian)
 
     def hessian(self, tensor: Tensor) -> TensorHessian | None:
         """Return the Hessian of a tensor, None without one."""
@@ -108,14 +113,19 @@ class Importance:
         """The kind, with the limit of full Hessians."""
         return self.kind if self.full_columns is None else f"{self.kind} up to {self.full_columns:,} columns"
 
+    @property
+    def scales_title(self) -> str:
+        """The end of a description: whether there are column scales."""
+        return ", column scales" if self.scales else ""
+
     def describe(self) -> str:
         """Describe the statistics for the summary."""
         if self.description is not None:
-            return self.description
+            return self.description + self.scales_title
         if self.matrix is None:
             return self.title
         text = f"{self.text_name} text" if self.text_name == BUILT_IN else self.text_name
-        return f"{self.title}, of {self.matrix.path}{f' ({text})' if text else ''}"
+        return f"{self.title}, of {self.matrix.path}{f' ({text})' if text else ''}{self.scales_title}"
 
     def metadata(self) -> list[KeyValue]:
         """Make the metadata of llama-quantize and of ggml-ext about the imatrix."""

@@ -20,6 +20,7 @@ from .._encode.accuracy import Accuracy, read_epsilons
 from .._encode.codec import Codec
 from .._encode.compare import FileTensor, compare_tensors
 from .._encode.histogram import Histogram
+from .._formats.column_scales import KEY, ColumnScales, ScaledFile
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import n_importances
 from .._formats.split import open_model
@@ -148,6 +149,8 @@ def inspect(
         original = None if options.against is None else open_model(options.against)
         if original is not None:
             check_same_tensors(file, original)
+            if (scales := ColumnScales.read(file)) and KEY not in original.metadata:
+                original = ScaledFile(original, scales)
         tensors = choose_tensors(file, options.tensor)
         importance = load_importance(options, file)
         on_start(tensors, importance)

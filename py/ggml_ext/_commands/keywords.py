@@ -45,6 +45,7 @@ class QuantizeKeywords(TypedDict, total=False):
     memory: float | None
     calibrate_with: str | None
     propagate: bool | None
+    column_scales: bool | None
     n_gpu_layers: str | float | None
     device: str | None
     rpc: str | None

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from .._base.package import __version__
 from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, check_hessians
+from .._calibration.scaling import choose_column_scales, measure_inputs
 from .._encode.accuracy import NAMES_KEY, VALUES_KEY, MeasuredTensor, epsilon_metadata, read_epsilons
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
+from .._formats.column_scales import ColumnScales, ScaledFile
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, pack_header, string_value, uint32_value
 from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_output
 from .._formats.split import SPLIT_KEYS
@@ -90,14 +92,16 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class QuantizationJob:
-    """Everything that is decided before encoding."""
+    """Everything that is decided before encoding. file: the model, with column scales if there are some."""
 
+    file: GGUFFile
     plan: QuantizationPlan
     choices: Choices
     codec: Codec
     importance: Importance
     allocation: Allocation | None = None  # with a target
     propagation_config: PropagationConfig | None = None
+    scales: ColumnScales = field(default_factory=ColumnScales)
     options: str = ""  # those that determine the bytes
 
 
@@ -185,10 +189,26 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
         check_source(model.file, plan, codec, console, n_threads=settings.n_threads, candidates={})
         config = prepare_propagation(plan, settings, model, console)
         importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
-        job = QuantizationJob(plan, choices, codec, importance, propagation_config=config)
+        scales = choose_scales(settings, model, plan, importance, console)
+        job = QuantizationJob(model.file, plan, choices, codec, importance, propagation_config=config, scales=scales)
     if not is_dry or target is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
+    if job.scales:
+        importance = replace(job.importance, scales=job.scales)
+        job = replace(job, file=ScaledFile(model.file, job.scales), importance=importance)
     return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation_config is not None))
+
+
+def choose_scales(settings: Settings, model: OpenedModel, plan: QuantizationPlan, importance: Importance, console: Console) -> ColumnScales:
+    """Choose column scales if the types gain from them. None in a dry run, which runs no model."""
+    directory = cache_dir(settings)
+    if model.output is None or directory is None or not settings.uses_column_scales(plan, importance):
+        return ColumnScales()
+    matrix = importance.matrix or measure_inputs(settings.calibration, model.file, directory, settings.n_threads, console)
+    scales = choose_column_scales(model.file, plan, matrix, settings.n_threads, console)
+    if scales:
+        console.note(f"column scales for {len(scales.columns)} matrices; --no-column-scales leaves them out")
+    return scales
 
 
 def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
@@ -226,7 +246,7 @@ def plan_job_for_target(
     items = make_items(target, plan, choices, codec)
     candidates = {item.planned.name: item.types for item in items}
     check_source(file, plan, codec, console, n_threads=settings.n_threads, candidates=candidates)
-    allocation = allocate_without_measuring(target, file, plan, items)
+    allocation, scales = allocate_without_measuring(target, file, plan, items), ColumnScales()
     importance = Importance(description="none (nothing to encode)")
     if allocation is None:
         model.plan_parts(plan, settings, candidates)  # smallest sizes: fail before calibration
@@ -244,14 +264,15 @@ def plan_job_for_target(
             text=settings.calibration.text,
             sensitivity=settings.types.sensitivity,
         )
-        header = find_largest_header(settings, file, plan, items, importance)
+        scales = choose_scales(settings, model, plan, importance, console)
+        header = find_largest_header(settings, file, plan, items, replace(importance, scales=scales))
         allocation = allocate_types(target, items, header, measurement)
     allocation.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
     config = prepare_propagation(plan, settings, model, console)
-    return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
+    return QuantizationJob(file, plan, choices, codec, importance, allocation, propagation_config=config, scales=scales)
 
 
 def cache_dir(settings: Settings) -> Path | None:
@@ -293,9 +314,10 @@ def output_metadata(
         errors: from error_metadata().
     """
     if choices.file_type.is_upstream:
-        return upstream_metadata(file, choices.file_type.id, importance)
+        return upstream_metadata(file, choices.file_type.id, importance) | {kv.key: kv for kv in importance.scales.metadata()}
     ext_metadata = [
         *importance.metadata(),
+        *importance.scales.metadata(),
         uint32_value("general.file_type", choices.file_type.id),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
@@ -377,11 +399,11 @@ def prepare_writing(
     if job.propagation_config is not None:
         console.note(job.propagation_config.description)
         quantizer = stack.enter_context(SequentialQuantizer(
-            config=job.propagation_config, file=model.file, plan=job.plan, codec=job.codec, n_threads=settings.n_threads,
-            warn=job.importance.warnings.append, console=console,
+            config=job.propagation_config, file=job.file, plan=job.plan, codec=job.codec, n_threads=settings.n_threads,
+            warn=job.importance.warnings.append, console=console, scales=job.scales,
         ))
     conversion = Conversion(
-        file=model.file,
+        file=job.file,
         plan=job.plan,
         codec=job.codec,
         importance=job.importance,

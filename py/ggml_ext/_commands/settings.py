@@ -12,12 +12,13 @@ from .._base.errors import UserError
 from .._base.option import command_line, describe_record
 from .._base.threads import check_threads
 from .._base.types import TYPES
+from .._calibration.importance import Importance
 from .._calibration.options import CalibrationOptions
 from .._encode.options import EncoderOptions
 from .._formats.names import unknown_type_message
-from .._formats.tensor_types import FLOAT_TYPES, TARGET_TYPES, parse_type
+from .._formats.tensor_types import FLOAT_TYPES, TARGET_TYPES, parse_type, type_info
 from .._plan.file_types import FILE_TYPES, FileType
-from .._plan.plan import Choices, Override
+from .._plan.plan import Choices, Override, QuantizationPlan
 from .._source.checkpoint import AS_STORED
 from .._source.source import SourceOptions
 from .options import OutputOptions, QuantizeOptions, TypeOptions
@@ -80,6 +81,18 @@ class Settings:
         calibration = replace(self.calibration, propagate=propagates)
         options = QuantizeOptions(types=self.types, calibration=calibration, encoder=self.encoder)
         return describe_record(options, {qtype.name.lower() for qtype in types})
+
+
+    def uses_column_scales(self, plan: QuantizationPlan, importance: Importance) -> bool:
+        """Whether the run chooses column scales: by the option, else for ggml-ext's types with Hessians.
+
+        With the diagonal alone they cost the reference model 10 % (docs/results/column-scales.md), and in files of llama.cpp's types an
+        unmodified llama.cpp would apply LoRA adapters wrongly without a word.
+        """
+        if self.calibration.column_scales is not None:
+            return self.calibration.column_scales
+        is_upstream = self.choices.file_type.is_upstream or (self.target is not None and self.target.upstream_only)
+        return importance.kind in ("block", "full") and any(type_info(t.type) for t in plan.changed) and not is_upstream
 
 
 def choose_target(types: TypeOptions) -> Target | None:

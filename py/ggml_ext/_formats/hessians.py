@@ -71,6 +71,17 @@ def extract_blocks(triangle: np.ndarray, n_columns: int) -> np.ndarray:
     return out
 
 
+def divide_columns(triangles: np.ndarray, factors: np.ndarray, is_full: bool) -> np.ndarray:
+    """Return the Hessian of inputs x / s: H[i, j] / (s[i] s[j]), packed as H. factors: s, float32 (n_columns,)."""
+    out, position, inverse = np.empty_like(triangles), 0, 1 / factors
+    for i in range(len(factors)):
+        first = 0 if is_full else i // BLOCK * BLOCK
+        n = i - first + 1
+        np.multiply(triangles[position : position + n], inverse[first : i + 1] * inverse[i], out=out[position : position + n])
+        position += n
+    return out
+
+
 def quadratic_forms(triangles: np.ndarray, rows: np.ndarray, is_full: bool) -> np.ndarray:
     """Compute x^T H x for each row x: float32 (n_rows, n_columns) to float64 (n_rows,). triangles: H, packed float32.
 
@@ -116,6 +127,7 @@ class TensorHessian:
         counts: tokens, float32 (n_matrices,).
         stored: sums, float32 (n_matrices, n_values).
         stored_full: the kind of `stored` is "full".
+        factors: of column scales, float32 (n_columns,), which divide the inputs; None without them.
     """
 
     where: str
@@ -124,6 +136,7 @@ class TensorHessian:
     counts: np.ndarray
     stored: np.ndarray | StoredRows
     stored_full: bool
+    factors: np.ndarray | None = None
     _means: list[np.ndarray] = field(default_factory=list)  # at most one
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -158,6 +171,10 @@ class TensorHessian:
 
     def triangles(self, expert: int) -> np.ndarray:
         """Return the packed triangles of an expert in any scale: float32 (packed_size(n_columns, is_full),). UserError for invalid sums."""
+        triangles = self._blended_triangles(expert)
+        return triangles if self.factors is None else divide_columns(triangles, self.factors, self.is_full)
+
+    def _blended_triangles(self, expert: int) -> np.ndarray:
         if not self.is_blended(expert):
             return self._select(self._read(expert))
         tokens, mean = np.float32(self.counts[expert]), self._mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
@@ -29,6 +30,39 @@ def read_uses(parts: Sequence[Path]) -> dict[str, set[str]] | None:
     for name, use in (line.split("\t") for line in out.splitlines()):
         uses.setdefault(name, set()).add(use)
     return uses
+
+
+@dataclass(frozen=True)
+class ScaleGroup:
+    """Matrices with the same input, and what makes it (ggml_ext/graph/column-scales.h).
+
+    Attributes:
+        consumers: names of the matrices whose columns can be multiplied by s.
+        producers: names of the tensors whose rows, or elements of a vector, are divided by s.
+        block: columns of a head; without heads, all.
+        repeat: heads of the consumers that share the rows of one head of the producers.
+        is_exact: a run with scaled weights gave the same results.
+    """
+
+    consumers: tuple[str, ...]
+    producers: tuple[str, ...]
+    block: int
+    repeat: int
+    is_exact: bool = True
+
+
+def read_scale_groups(parts: Sequence[Path]) -> list[ScaleGroup]:
+    """Find the groups of a model by running it on a few tokens. UserError if the program is missing or fails."""
+    program = find_tool(PROGRAM)
+    if program is None:
+        raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
+    code, out, log = run_captured(_command(program, "scales", parts), Path())
+    if code:
+        raise UserError(f"{PROGRAM} exited with {code}: {last_error(log)}")
+    groups = []
+    for kind, consumers, producers, block, repeat in (line.split("\t") for line in out.splitlines()):
+        groups.append(ScaleGroup(tuple(consumers.split(",")), tuple(producers.split(",")), int(block), int(repeat), kind == "group"))
+    return groups
 
 
 def find_run_error(parts: Sequence[Path]) -> str | None:

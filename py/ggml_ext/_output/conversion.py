@@ -12,6 +12,7 @@ from .._base.files import fingerprint, identify_file, open_file, write_atomicall
 from .._base.package import __version__
 from .._calibration.importance import DeadColumns, Importance
 from .._encode.codec import Codec
+from .._formats.column_scales import KEY as COLUMN_SCALES
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, uint32_value
 from .._formats.split import SPLIT_KEYS
 from .._plan.plan import QuantizationPlan
@@ -63,8 +64,9 @@ class Conversion:
 
 
 def upstream_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
-    """Make the metadata that llama-quantize would write: the keys of the input without those of ggml-ext, and its own."""
-    old = {k: kv for k, kv in file.metadata.items() if not k.startswith(EXT_PREFIX) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
+    """Make the metadata that llama-quantize would write: the keys of the input without those of ggml-ext but the column scales, and its own."""
+    kept = {k: kv for k, kv in file.metadata.items() if not k.startswith(EXT_PREFIX) or k == COLUMN_SCALES}  # adapters need the scales
+    old = {k: kv for k, kv in kept.items() if k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
     new = [
         *([] if importance.matrix is None else importance.matrix.metadata()),
         uint32_value("general.file_type", file_type),

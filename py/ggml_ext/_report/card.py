@@ -176,7 +176,7 @@ def describe_importance(importance: Importance) -> str:
     source = "" if not text else f", {text} text" if text == BUILT_IN else f", text {Path(text).name}"
     limit = "" if importance.full_columns is None else f" (block-diagonal beyond {importance.full_columns:,} columns)"
     origin = "quantized layers" if importance.matrix is None else importance.matrix.path.name
-    return f"{KIND_NAMES[importance.kind]}{limit}{source}, from {origin}"
+    return f"{KIND_NAMES[importance.kind]}{limit}{source}, from {origin}{importance.scales_title}"
 
 
 def recorded_importance(file: GGUFFile) -> str | None:

@@ -28,6 +28,7 @@ from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode
 from .._encode.feedback import RowSpan, encode_with_row_feedback, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
+from .._formats.column_scales import ColumnScales
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.hessians import TensorHessian, kind_for, token_warnings
 from .._formats.tensor_types import IMATRIX_TYPES, metric_name
@@ -95,6 +96,7 @@ class SequentialQuantizer:
     n_threads: int
     warn: Callable[[str], None]
     console: Console
+    scales: ColumnScales = field(default_factory=ColumnScales)  # of the weights that `file` reads
     dead_columns: dict[str, DeadColumns] = field(default_factory=dict)  # by tensor
     _changed: dict[str, PlannedTensor] = field(init=False)  # the tensors to encode, by name
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
@@ -152,8 +154,16 @@ class SequentialQuantizer:
                 raise UserError(
                     f"{FLAG}: tensor {t.name}: {t.type.name.lower()} needs an imatrix, but the inputs of this tensor are unknown; {HINT}"
                 )
+        self._scale_kept_tensors()
         if (embd := self._changed.get(TOKEN_EMBD)) is not None:
             self._encode_embeddings(embd)
+
+    def _scale_kept_tensors(self) -> None:
+        """Replace the tensors with column scales that stay unquantized, such as norms, in the quantized model."""
+        for planned in self.plan.tensors:
+            if planned.name in self.scales and not planned.is_changed:
+                tensor = planned.tensor
+                self._streams.replace(tensor.name, tensor.type.name, self.file.rows(tensor, 0, tensor.n_rows))
 
     def _encode_embeddings(self, planned: PlannedTensor) -> None:
         """Encode the token embeddings, which have no inputs."""
@@ -228,7 +238,7 @@ class SequentialQuantizer:
         """
         if not self._n_gradients or k + 1 == len(self._streams.layers):
             return {}
-        sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
+        sums = RowSums(self._streams.layers[k], ROWS_TOGETHER, self.scales)
         for chunk in range(self._n_gradients):
             sums.add(self._streams.gradients(k, chunk), self._pool)
         return {name: make_row_spans(g, sums.n_tokens[name]) for name, g in sums.g.items() if name in self._changed}
@@ -236,7 +246,7 @@ class SequentialQuantizer:
     def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
         """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
         streams, group = self._streams, self._streams.layers[k][g]
-        sums = Sums(group)
+        sums = Sums(group, self.scales.column_factors(matrices[0].name))
         for chunk in range(streams.n_chunks):
             sums.add(streams.compute_inputs(k, g, chunk, advance_original), self._pool)
         residual_scales = {p.weight: p.scale for p in group.products}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from .._base.errors import UserError
+from .._formats.column_scales import ColumnScales
 from .._formats.hessians import TensorHessian, packed_size
 from .._native.streams import FLAG, HINT, ChunkArrays, ProductGroup, dense_products
 
@@ -39,8 +40,8 @@ class RowSums:
         n_tokens: by matrix, the number of tokens with a gradient.
     """
 
-    def __init__(self, groups: Sequence[ProductGroup], together: int):
-        self._together = together
+    def __init__(self, groups: Sequence[ProductGroup], together: int, scales: ColumnScales | None = None):
+        self._together, self._scales = together, scales or ColumnScales()
         self.g = {p.weight: [np.zeros((n, n), np.float32) for _, n in self._parts(p.rows)] for p in dense_products(groups)}
         self.n_tokens = dict.fromkeys(self.g, 0)
 
@@ -52,6 +53,8 @@ class RowSums:
         jobs = []
         for name, totals in self.g.items():
             directions = gradients[name][SINKS:]
+            if (divisors := self._scales.row_divisors(name)) is not None:
+                directions = directions * divisors
             lengths = np.linalg.norm(directions, axis=1, keepdims=True)
             if not np.isfinite(lengths).all():
                 raise UserError(f"{FLAG}: the gradients at the outputs of {name} are not finite; {HINT}")
@@ -67,6 +70,7 @@ class Sums:
     """Sums H, D and R (_encode/correction.py) of the products with one input: H and D by expert, R by tensor."""
 
     group: ProductGroup
+    factors: np.ndarray | None = None  # of column scales, float32 (columns,), which the quantized model's inputs are divided by
     h: np.ndarray = field(init=False)  # float32 (experts or 1, columns, columns)
     d: np.ndarray = field(init=False)  # float32 (experts or 1, columns, columns)
     r: dict[str, np.ndarray] = field(init=False)  # by tensor, float32 (rows, columns)
@@ -80,6 +84,8 @@ class Sums:
 
     def add(self, arrays: ChunkArrays, pool: ThreadPoolExecutor) -> None:
         """Add the inputs of a chunk."""
+        if self.factors is not None:
+            arrays = replace(arrays, x=(arrays.x[0] / self.factors, arrays.x[1]))
         if self.group.experts:
             for expert in range(self.group.experts):
                 self._add(expert, *self._routed(arrays, expert), {}, pool)

@@ -1,0 +1,117 @@
+"""Column scales: a file holds W diag(s) in place of W, and 1/s in what computes the inputs of W. The model's function stays the same.
+
+A rotated type spreads the error of a block evenly over its columns, and the scales give loud columns less of it. They are powers of
+2^(1/8), stored as text under KEY: a line per tensor and axis with its name, "columns" (multiplied by s) or "rows" (divided by s; the
+elements of a vector), and a character per column or row, whose code is 79 plus the power. LoRA adapters of the model without scales need
+the same: ggml_ext/hooks/ggml-ext-column-scales.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import gguf.quants
+import numpy as np
+
+from .._base.errors import UserError
+from .gguf_file import GGUFFile, KeyValue, Tensor, string_value
+from .tensor_types import FLOAT_TYPES
+
+KEY = "ggml_ext.column_scales"
+STEPS = 8  # powers per factor of 2
+LARGEST = 46  # power; 2^(46/8) is 54
+ZERO = ord("O")  # the code of power 0, so that all powers are printable
+COLUMNS, ROWS = "columns", "rows"
+
+
+def to_factors(powers: np.ndarray) -> np.ndarray:
+    """Return the scales of powers, int8 to float32."""
+    return np.exp2(powers / STEPS).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ColumnScales:
+    """The scales of a file: powers by tensor, int8 (n_columns,) and int8 (n_rows,)."""
+
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.columns)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns or name in self.rows
+
+    def names(self) -> list[str]:
+        """List the tensors that scales change."""
+        return list(dict.fromkeys([*self.columns, *self.rows]))
+
+    def column_factors(self, name: str) -> np.ndarray | None:
+        """Return what the columns of a matrix are multiplied by, float32 (n_columns,); None for nothing."""
+        return to_factors(self.columns[name]) if name in self.columns else None
+
+    def row_divisors(self, name: str) -> np.ndarray | None:
+        """Return what the rows of a matrix, or the elements of a vector, are divided by, float32 (n_rows,); None for nothing."""
+        return to_factors(self.rows[name]) if name in self.rows else None
+
+    def metadata(self) -> list[KeyValue]:
+        """Make the entry of the file; none without scales."""
+        axes = ((COLUMNS, self.columns), (ROWS, self.rows))
+        lines = [f"{name} {axis} {_to_text(powers)}" for axis, by_name in axes for name, powers in by_name.items()]
+        return [string_value(KEY, "\n".join(lines))] if lines else []
+
+    @classmethod
+    def read(cls, file: GGUFFile) -> ColumnScales:
+        """Read the scales of a file. UserError if the entry is damaged."""
+        axes: dict[str, dict[str, np.ndarray]] = {COLUMNS: {}, ROWS: {}}
+        sizes = {t.name: {COLUMNS: t.ne[0], ROWS: t.n_elements // t.ne[0] if t.n_dims > 1 else t.ne[0]} for t in file.tensors}
+        for line in (file.value(KEY) or "").splitlines():
+            name, axis, text = (*line.split(" "), "", "")[:3]
+            powers = np.array([ord(c) - ZERO for c in text])
+            if name not in sizes or axis not in axes or len(powers) != sizes[name][axis] or np.abs(powers).max(initial=0) > LARGEST:
+                raise UserError(f"{file.path}: {KEY} does not fit tensor {name}: the file is damaged; quantize the model again")
+            axes[axis][name] = powers.astype(np.int8)
+        return cls(axes[COLUMNS], axes[ROWS])
+
+
+def _to_text(powers: np.ndarray) -> str:
+    return "".join(chr(ZERO + power) for power in powers.tolist())
+
+
+class ScaledFile(GGUFFile):
+    """A model with column scales: rows() returns the scaled weights, in the type of the file."""
+
+    def __init__(self, file: GGUFFile, scales: ColumnScales):
+        vars(self).update(vars(file))
+        self._unscaled, self.scales = file, scales
+
+    @property
+    def parts(self) -> list[GGUFFile]:
+        return self._unscaled.parts
+
+    @property
+    def stem(self) -> str:
+        return self._unscaled.stem
+
+    def rows(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
+        data = self._unscaled.rows(tensor, first, count)
+        if tensor.name not in self.scales:
+            return data
+        assert tensor.type in FLOAT_TYPES, tensor.name
+        weights = gguf.quants.dequantize(data, tensor.type).astype(np.float32, copy=True)
+        if (factors := self.scales.column_factors(tensor.name)) is not None:
+            weights *= factors
+        if (divisors := self.scales.row_divisors(tensor.name)) is not None:
+            weights /= divisors if tensor.n_dims == 1 else divisors[first : first + count, None]
+        scaled = np.ascontiguousarray(gguf.quants.quantize(weights, tensor.type)).view(np.uint8)
+        return scaled
+
+    def pieces(self, tensor: Tensor, size: int, first: int, count: int) -> np.ndarray:
+        return self._unscaled.pieces(tensor, size, first, count)
+
+    def is_hole(self, tensor: Tensor) -> bool:
+        return self._unscaled.is_hole(tensor)
+
+    def check_unchanged(self) -> None:
+        self._unscaled.check_unchanged()
