@@ -53,7 +53,7 @@ class CalibrationOptions:
         None, record=9, help="quantize layer by layer, so that each corrects the errors of those before it (default: with --effort best)"
     )
     column_scales: bool | None = option(
-        None, help="scale columns of matrices and fold the inverse into the tensors before them (default: for ggml-ext's types with Hessians)"
+        None, help="scale columns, and fold the inverse into the tensors before them (default: for ggml-ext's types with Hessians)"
     )
     devices: DeviceOptions = field(default_factory=DeviceOptions)
     propagates_by_effort: bool = False  # --effort best adds --propagate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf.quants
@@ -17,13 +17,14 @@ from .._formats.chunks import row_chunks
 from .._formats.column_scales import KEY, LARGEST, STEPS, ColumnScales
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import ImportanceMatrix
-from .._formats.names import list_tensors
+from .._formats.names import layer_number, list_tensors
 from .._formats.tensor_types import FLOAT_TYPES
 from .._native.graph import ScaleGroup, read_scale_groups
 from .._native.programs import find_tool
 from .._plan.plan import QuantizationPlan
 from .calibration import PROGRAM, TEMPORARY, CalibrationRun, collect, configure_calibration
 from .options import CalibrationOptions
+from .proxy import SOURCE
 
 # s = m^INPUT_POWER / c^WEIGHT_POWER for the mean squares m of a column's inputs and c of its weights. Without error feedback the loss,
 # AM(m / s^2) AM(s^2 c), is least for s^4 = m / c; if feedback moves all of a column's error to others, GM(m / s^2) AM(s^2 c) is least for
@@ -36,7 +37,7 @@ N_CHUNKS = 8
 def choose_column_scales(
     file: GGUFFile, plan: QuantizationPlan, matrix: ImportanceMatrix, n_threads: int, console: Console
 ) -> ColumnScales:
-    """Choose the scales of all groups of matrices that the plan quantizes. Empty, with a note, if the model allows none.
+    """Choose the scales of all groups of matrices that the plan quantizes. Empty if the model allows none, or llama.cpp cannot run it.
 
     Args:
         file: the model.
@@ -47,11 +48,7 @@ def choose_column_scales(
     """
     if KEY in file.metadata:
         return ColumnScales()  # the output keeps those of the model
-    try:
-        groups = read_scale_groups([part.path for part in file.parts])
-    except UserError as e:
-        console.note(f"no column scales: {e}")
-        return ColumnScales()
+    groups = read_scale_groups([part.path for part in file.parts])
     if inexact := [g.consumers[0] for g in groups if not g.is_exact]:
         console.note(f"no column scales for {list_tensors(inexact)}: the model's results change with them")
     chooser = _Chooser(file, {t.name: t for t in file.tensors}, {t.name for t in plan.changed}, matrix)
@@ -65,6 +62,8 @@ def choose_column_scales(
             columns |= dict.fromkeys(group.consumers, spread)
             rows |= dict.fromkeys(group.producers, powers)
             bar.update()
+    if columns:
+        console.note(f"column scales for {len(columns)} matrices; --no-column-scales leaves them out")
     return ColumnScales(columns, rows)
 
 
@@ -78,10 +77,14 @@ class _Chooser:
     matrix: ImportanceMatrix
 
     def is_usable(self, group: ScaleGroup) -> bool:
-        """Whether a matrix of the group is quantized, its inputs are known, and all its tensors are floats."""
+        """Whether a matrix of the group is quantized, its inputs are known, and all its tensors are floats of the layers.
+
+        Other graphs, such as those of MTP layers, share the output matrix, but not its norm.
+        """
         names = {*group.consumers, *group.producers}
         is_float = all(name in self.tensors and self.tensors[name].type in FLOAT_TYPES for name in names)
-        return is_float and not self.quantized.isdisjoint(group.consumers) and any(name in self.matrix for name in group.consumers)
+        in_layers = all(layer_number(name) is not None for name in names)
+        return is_float and in_layers and not self.quantized.isdisjoint(group.consumers) and any(name in self.matrix for name in group.consumers)
 
     def choose(self, group: ScaleGroup) -> np.ndarray:
         """Return the powers of the rows of the producers, int8 (n_rows,)."""
@@ -104,11 +107,20 @@ class _Chooser:
             yield gguf.quants.dequantize(self.file.rows(tensor, *chunk), tensor.type)
 
 
-def measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path, n_threads: int, console: Console) -> ImportanceMatrix:
-    """Run llama-imatrix on N_CHUNKS chunks, for runs that collect no statistics before encoding. UserError if it fails."""
+def measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path, n_threads: int, console: Console) -> ImportanceMatrix | None:
+    """Run llama-imatrix on N_CHUNKS chunks, for runs that collect no statistics before encoding. None, with a note, if it fails."""
+    try:
+        return _measure_inputs(options, file, directory, n_threads, console)
+    except UserError as e:
+        console.note(f"no column scales: {e}")
+        return None
+
+
+def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path, n_threads: int, console: Console) -> ImportanceMatrix:
     program = find_tool(PROGRAM)
     if program is None:
-        raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext, or pass --no-column-scales")
+        raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
+    options = replace(options, proxy_model=SOURCE)  # eight chunks are not worth a proxy
     setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program, console=Console())
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
         run = CalibrationRun(**vars(setup) | {"directory": temporary, "n_chunks": min(N_CHUNKS, setup.n_chunks)}, kind="diagonal")

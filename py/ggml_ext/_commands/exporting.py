@@ -21,6 +21,7 @@ from .._calibration.importance import Importance, check_hessians, open_importanc
 from .._encode.accuracy import Accuracy, MeasuredTensor
 from .._encode.checks import check_known_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
+from .._formats.column_scales import ColumnScales
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
 from .._formats.names import unknown_type_message
 from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_output
@@ -243,7 +244,8 @@ def prepare(settings: ExportSettings) -> Conversion:
     check_fallbacks(plan, options.no_fallback)
     codec = Codec(library.load(), n_threads=settings.n_threads)
     check_known_encoders(codec, plan, {})
-    importance = Importance() if options.imatrix is None else open_importance([options.imatrix], None)
+    importance = Importance() if options.imatrix is None else open_importance([options.imatrix], None)  # of the original model
+    importance.scales = ColumnScales.read(file)
     assign_imatrix(plan, importance.matrix)
     check_hessians(plan, importance, False)
     check_numpy_encoders(codec, plan, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -146,13 +146,14 @@ def inspect(
         epsilons = read_epsilons(file)
         check_epsilons(file, epsilons)
         stream_errors = read_stream_errors(file)
+        scales = ColumnScales.read(file)
         original = None if options.against is None else open_model(options.against)
         if original is not None:
             check_same_tensors(file, original)
-            if (scales := ColumnScales.read(file)) and KEY not in original.metadata:
+            if KEY not in original.metadata:
                 original = ScaledFile(original, scales)
         tensors = choose_tensors(file, options.tensor)
-        importance = load_importance(options, file)
+        importance = replace(load_importance(options, file), scales=scales)
         on_start(tensors, importance)
         findings: list[Finding] = []
         for finding in inspect_tensors(file, original, tensors, epsilons=epsilons, importance=importance, n_threads=n_threads):

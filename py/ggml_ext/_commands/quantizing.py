@@ -205,10 +205,7 @@ def choose_scales(settings: Settings, model: OpenedModel, plan: QuantizationPlan
     if model.output is None or directory is None or not settings.uses_column_scales(plan, importance):
         return ColumnScales()
     matrix = importance.matrix or measure_inputs(settings.calibration, model.file, directory, settings.n_threads, console)
-    scales = choose_column_scales(model.file, plan, matrix, settings.n_threads, console)
-    if scales:
-        console.note(f"column scales for {len(scales.columns)} matrices; --no-column-scales leaves them out")
-    return scales
+    return ColumnScales() if matrix is None else choose_column_scales(model.file, plan, matrix, settings.n_threads, console)
 
 
 def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:

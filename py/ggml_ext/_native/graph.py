@@ -17,14 +17,8 @@ PRODUCT, ROWS = "product", "rows"  # uses; others are operations under ggml's na
 
 def read_uses(parts: Sequence[Path]) -> dict[str, set[str]] | None:
     """Return the uses of each tensor by name. None if llama.cpp cannot build the model's graph, or the program is missing."""
-    try:
-        program = find_tool(PROGRAM)
-    except UserError:  # a build without the program
-        program = None
-    if program is None:
-        return None
-    code, out, _ = run_captured(_command(program, "uses", parts), Path())
-    if code:
+    out = _run("uses", parts)
+    if out is None:
         return None
     uses: dict[str, set[str]] = {}
     for name, use in (line.split("\t") for line in out.splitlines()):
@@ -52,17 +46,24 @@ class ScaleGroup:
 
 
 def read_scale_groups(parts: Sequence[Path]) -> list[ScaleGroup]:
-    """Find the groups of a model by running it on a few tokens. UserError if the program is missing or fails."""
-    program = find_tool(PROGRAM)
-    if program is None:
-        raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
-    code, out, log = run_captured(_command(program, "scales", parts), Path())
-    if code:
-        raise UserError(f"{PROGRAM} exited with {code}: {last_error(log)}")
+    """Find the groups of a model by running it on a few tokens. Empty if llama.cpp cannot run it, or the program is missing."""
     groups = []
+    out = _run("scales", parts) or ""
     for kind, consumers, producers, block, repeat in (line.split("\t") for line in out.splitlines()):
         groups.append(ScaleGroup(tuple(consumers.split(",")), tuple(producers.split(",")), int(block), int(repeat), kind == "group"))
     return groups
+
+
+def _run(action: str, parts: Sequence[Path]) -> str | None:
+    """Return the program's output, None if it is missing or fails."""
+    try:
+        program = find_tool(PROGRAM)
+    except UserError:  # a build without the program
+        program = None
+    if program is None:
+        return None
+    code, out, _ = run_captured(_command(program, action, parts), Path())
+    return None if code else out
 
 
 def find_run_error(parts: Sequence[Path]) -> str | None:
