@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <set>
 
@@ -197,7 +198,7 @@ struct scaled_run::state {
     std::vector<std::vector<float>>                    divided;       // their data during the run
 };
 
-// Multiply the columns of a tensor of activations, (sign -1: divide).
+// Multiply the columns of activations by scales, or divide them.
 static void scale_columns(ggml_tensor * t, const std::vector<float> & scales, bool divide) {
     for (int64_t i = 0; i < ggml_nrows(t); ++i) {
         const int64_t i1 = i % t->ne[1], i2 = i / t->ne[1] % t->ne[2], i3 = i / t->ne[1] / t->ne[2];
@@ -208,7 +209,7 @@ static void scale_columns(ggml_tensor * t, const std::vector<float> & scales, bo
     }
 }
 
-scaled_run::scaled_run(std::vector<scale_group> groups) : s(new state) {
+scaled_run::scaled_run(const std::vector<scale_group> & groups) : s(std::make_unique<state>()) {
     uint32_t random = 1;
     for (const scale_group & group : groups) {
         const int64_t      n = group.consumers[0]->ne[0], n_rows = n / group.repeat;
@@ -242,7 +243,6 @@ scaled_run::~scaled_run() {
     for (const auto & [tensor, data] : s->originals) {
         tensor->data = data;
     }
-    delete s;
 }
 
 bool scaled_run::evaluate(ggml_tensor * node, bool is_before, void * run) {

@@ -4,6 +4,7 @@
 #include "ggml.h"
 #include "llama.h"
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -19,18 +20,18 @@ struct scale_group {
 // Return the groups of a graph. Operations between producers and consumers commute with a scale, and nothing else reads their results.
 std::vector<scale_group> find_scale_groups(ggml_cgraph * graph);
 
-// Run the model with groups scaled by powers of two, for which operations that commute with a scale are exact. Return the error of its results,
-// relative to those of the original. The context must call evaluate() for each node.
+// While it exists, the model runs with scaled groups, if its context calls evaluate() for each node. The scales are powers of two, with which
+// operations that commute with a scale are exact.
 class scaled_run {
   public:
-    explicit scaled_run(std::vector<scale_group> groups);
+    explicit scaled_run(const std::vector<scale_group> & groups);
     ~scaled_run();
 
     static bool evaluate(ggml_tensor * node, bool is_before, void * run); // a ggml_backend_sched_eval_callback
 
   private:
     struct state;
-    state * s;
+    std::unique_ptr<state> s;
 };
 
 } // namespace ggml_ext

@@ -6,6 +6,8 @@
 #include "ggml-backend.h"
 
 #include <cmath>
+#include <cstdint>
+#include <cstdio>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -14,7 +16,18 @@
 #include <vector>
 
 #define GGML_EXT_COLUMN_SCALES "ggml_ext.column_scales"
-#define GGML_EXT_SCALED_ADAPTER "ggml_ext.has_column_scales" // of an adapter that has the scales already
+#define GGML_EXT_SCALED_FOR "ggml_ext.scaled_for" // of an adapter with scales: the hash of those of its model
+
+// FNV-1a, 64 bits, as 16 hexadecimal digits.
+inline std::string ggml_ext_hash(const std::string & text) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const unsigned char c : text) {
+        hash = (hash ^ c) * 0x100000001b3;
+    }
+    char digits[17];
+    snprintf(digits, sizeof(digits), "%016llx", (unsigned long long) hash);
+    return digits;
+}
 
 // Multiply the elements of a row by scales of the columns, or each row by the inverse of its scale.
 inline void ggml_ext_scale_rows(ggml_tensor * t, const std::string & powers, bool by_column) {
@@ -54,11 +67,14 @@ inline void ggml_ext_scale_rows(ggml_tensor * t, const std::string & powers, boo
 template <class Weights>
 void ggml_ext_scale_adapter(const std::unordered_map<std::string, std::string> & model, const std::unordered_map<std::string, std::string> & adapter,
                             const Weights & weights) {
-    const auto found = model.find(GGML_EXT_COLUMN_SCALES);
-    if (found == model.end() || adapter.count(GGML_EXT_SCALED_ADAPTER)) {
+    const auto entry = model.find(GGML_EXT_COLUMN_SCALES), scaled_for = adapter.find(GGML_EXT_SCALED_FOR);
+    if (scaled_for != adapter.end() && (entry == model.end() || scaled_for->second != ggml_ext_hash(entry->second))) {
+        throw std::runtime_error("the adapter was converted for a model with other column scales: pass the adapter of the original model");
+    }
+    if (entry == model.end() || scaled_for != adapter.end()) {
         return;
     }
-    std::istringstream lines(found->second);
+    std::istringstream lines(entry->second);
     for (std::string name, axis, powers; lines >> name >> axis >> powers;) {
         const auto weight = weights.find(name);
         if (weight != weights.end()) {

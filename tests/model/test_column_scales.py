@@ -11,14 +11,15 @@ import pytest
 
 from ggml_ext import inspect as inspector
 from ggml_ext import scale_adapter
-from ggml_ext._commands.scaling_adapters import SCALED
+from ggml_ext._commands.scaling_adapters import SCALED_FOR, hash_entry
 from ggml_ext._formats.column_scales import KEY, ColumnScales, ScaledFile
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.graph import read_scale_groups
 from ggml_ext._native.streams import LayerStreams
 from ggml_ext._sequential.sums import Sums
 from helpers.architectures import write_models
-from helpers.commands import quantize, run_main, tool
+from helpers.commands import quantize, run_main, run_quantize, tool
+from helpers.errors import check_error
 from helpers.models import ROOT, gaussian, read_tensors
 
 TEXT = ROOT / "data" / "heldout.txt"
@@ -109,19 +110,25 @@ def test_inspect_compares_scaled_weights(loud, scaled):
     assert changed and max(changed) < 1e-4  # Q8_0 has 3e-5
 
 
+def test_files_with_different_scales_are_not_compared(loud, scaled, plain):
+    check_error(run_main(inspector.main, plain, "--against", scaled), "have different column scales")
+    check_error(run_main(inspector.main, scaled, "--against", plain), "column scales need f32, f16 or bf16")
+    check_error(run_quantize(loud, scaled.with_name("out.gguf"), "--type", "itq3_t", "--calibration-chunks", "2", "--calibrate-with", scaled), "have different column scales")
+
+
 def test_requantized_file_keeps_the_scales(scaled, tmp_path):
     quantize(scaled, tmp_path / "out.gguf", "--type", "itq3_t", "--calibration-chunks", "4")
     assert GGUFFile(tmp_path / "out.gguf").value(KEY) == GGUFFile(scaled).value(KEY)
 
 
-def write_adapter(path, is_scaled: bool = False):
-    """Write a LoRA adapter of rank 4, large enough to change the model's results visibly."""
+def write_adapter(path, scaled_for: str | None = None):
+    """Write a LoRA adapter of rank 4, large enough to change the model's results visibly. scaled_for: value of SCALED_FOR."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", 4)
-    if is_scaled:
-        writer.add_bool(SCALED.key, True)
+    if scaled_for is not None:
+        writer.add_string(SCALED_FOR, scaled_for)
     for layer in range(8):
         for i, (name, columns, rows) in enumerate((("attn_q", 256, 256), ("attn_v", 256, 128), ("attn_output", 256, 256), ("ffn_up", 256, 768), ("ffn_down", 768, 256))):
             writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", 6 * gaussian(4, columns, seed=10 * layer + i).astype(np.float16))
@@ -134,7 +141,7 @@ def write_adapter(path, is_scaled: bool = False):
 
 
 def test_adapters_of_the_original_model(loud, scaled, plain, tmp_path):
-    """Programs of ggml-ext scale an adapter when they load it; one that says it is scaled is used as it is."""
+    """Programs of ggml-ext scale an adapter when they load it; one that was converted for this model is used as it is."""
     adapter, base = write_adapter(tmp_path / "adapter.gguf"), tmp_path / "base"
     run_perplexity(loud, base, "--lora", adapter)
     limit = 4 * divergence(plain, base, "--lora", adapter)
@@ -142,7 +149,12 @@ def test_adapters_of_the_original_model(loud, scaled, plain, tmp_path):
     done = run_main(scale_adapter.main, scaled, adapter, tmp_path / "converted.gguf")
     assert done.returncode == 0, done.stderr
     assert divergence(scaled, base, "--lora", tmp_path / "converted.gguf") < limit
-    assert divergence(scaled, base, "--lora", write_adapter(tmp_path / "wrong.gguf", is_scaled=True)) > limit
+    entry = GGUFFile(scaled).value(KEY)
+    assert divergence(scaled, base, "--lora", write_adapter(tmp_path / "unscaled.gguf", hash_entry(entry))) > limit
+    for other in (loud, scaled):  # a model without scales, and one with others
+        command = [tool("llama-perplexity"), "-m", other, "-f", TEXT, "--lora", write_adapter(tmp_path / "other.gguf", hash_entry(entry if other == loud else "other"))]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+        assert done.returncode and "was converted for a model with other column scales" in done.stdout + done.stderr
 
 
 def test_export_lora_refuses_scaled_models(scaled, tmp_path):

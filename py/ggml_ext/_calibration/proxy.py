@@ -16,6 +16,7 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.files import check_free_space, fingerprint, temporary_directory
 from .._base.units import GIB
+from .._formats.column_scales import KEY
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
 from .._native.programs import find_tool
@@ -120,6 +121,8 @@ def _make_proxy(file: GGUFFile, name: str) -> ProxyModel:
 
 def _open_proxy(path: Path, file: GGUFFile) -> ProxyModel:
     model = open_model(path)
+    if model.value(KEY) != file.value(KEY):
+        raise UserError(f"{FLAG}: {path} and {file.path} have different column scales: quantize the proxy model with --no-column-scales")
     tensors = {t.name: t for t in model.tensors}
     for tensor in file.tensors:
         other = tensors.get(tensor.name)

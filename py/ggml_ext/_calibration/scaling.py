@@ -19,6 +19,7 @@ from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import ImportanceMatrix
 from .._formats.names import layer_number, list_tensors
 from .._formats.tensor_types import FLOAT_TYPES
+from .._native.devices import DeviceOptions
 from .._native.graph import ScaleGroup, read_scale_groups
 from .._native.programs import find_tool
 from .._plan.plan import QuantizationPlan
@@ -34,6 +35,11 @@ INPUT_POWER, WEIGHT_POWER = 1 / 8, 3 / 8
 N_CHUNKS = 8
 
 
+def can_have_scales(file: GGUFFile, plan: QuantizationPlan) -> bool:
+    """Whether a matrix of the model can get scales. The output keeps those that the model has."""
+    return KEY not in file.metadata and any(t.tensor.type in FLOAT_TYPES and layer_number(t.name) is not None for t in plan.changed)
+
+
 def choose_column_scales(
     file: GGUFFile, plan: QuantizationPlan, matrix: ImportanceMatrix, n_threads: int, console: Console
 ) -> ColumnScales:
@@ -46,8 +52,6 @@ def choose_column_scales(
         n_threads: that read weights.
         console: gets notes and the progress bar.
     """
-    if KEY in file.metadata:
-        return ColumnScales()  # the output keeps those of the model
     groups = read_scale_groups([part.path for part in file.parts])
     if inexact := [g.consumers[0] for g in groups if not g.is_exact]:
         console.note(f"no column scales for {list_tensors(inexact)}: the model's results change with them")
@@ -120,7 +124,7 @@ def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
-    options = replace(options, proxy_model=SOURCE)  # eight chunks are not worth a proxy
+    options = replace(options, proxy_model=SOURCE, devices=DeviceOptions())  # eight chunks are not worth a proxy
     setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program, console=Console())
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
         run = CalibrationRun(**vars(setup) | {"directory": temporary, "n_chunks": min(N_CHUNKS, setup.n_chunks)}, kind="diagonal")

@@ -115,6 +115,15 @@ def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
         raise UserError(f"tensor {next(iter(originals))} of {original.path} is not in {file.path}: pass the original of this file")
 
 
+def scale_original(file: GGUFFile, original: GGUFFile, scales: ColumnScales) -> GGUFFile:
+    """Return the original with the column scales of the file. UserError if it has others."""
+    if KEY not in original.metadata:
+        return ScaledFile(original, scales) if scales else original
+    if original.value(KEY) != file.value(KEY):
+        raise UserError(f"{file.path} and {original.path} have different column scales: compare both with the model that they were quantized from")
+    return original
+
+
 def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
     """Raise UserError for a recorded epsilon that is invalid or not of a DITTO3 tensor. --fallback-above may have replaced DITTO3."""
     ditto3 = {t.name for t in file.tensors if t.type in (DITTO3, accurate_type(t, DITTO3))}
@@ -150,8 +159,7 @@ def inspect(
         original = None if options.against is None else open_model(options.against)
         if original is not None:
             check_same_tensors(file, original)
-            if KEY not in original.metadata:
-                original = ScaledFile(original, scales)
+            original = scale_original(file, original, scales)
         tensors = choose_tensors(file, options.tensor)
         importance = replace(load_importance(options, file), scales=scales)
         on_start(tensors, importance)

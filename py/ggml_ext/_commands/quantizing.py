@@ -23,7 +23,7 @@ from .._base.package import __version__
 from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, check_hessians
-from .._calibration.scaling import choose_column_scales, measure_inputs
+from .._calibration.scaling import can_have_scales, choose_column_scales, measure_inputs
 from .._encode.accuracy import NAMES_KEY, VALUES_KEY, MeasuredTensor, epsilon_metadata, read_epsilons
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
@@ -202,7 +202,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
 def choose_scales(settings: Settings, model: OpenedModel, plan: QuantizationPlan, importance: Importance, console: Console) -> ColumnScales:
     """Choose column scales if the types gain from them. None in a dry run, which runs no model."""
     directory = cache_dir(settings)
-    if model.output is None or directory is None or not settings.uses_column_scales(plan, importance):
+    if model.output is None or directory is None or not settings.uses_column_scales(plan, importance) or not can_have_scales(model.file, plan):
         return ColumnScales()
     matrix = importance.matrix or measure_inputs(settings.calibration, model.file, directory, settings.n_threads, console)
     return ColumnScales() if matrix is None else choose_column_scales(model.file, plan, matrix, settings.n_threads, console)
@@ -311,7 +311,7 @@ def output_metadata(
         errors: from error_metadata().
     """
     if choices.file_type.is_upstream:
-        return upstream_metadata(file, choices.file_type.id, importance) | {kv.key: kv for kv in importance.scales.metadata()}
+        return upstream_metadata(file, choices.file_type.id, importance)
     ext_metadata = [
         *importance.metadata(),
         *importance.scales.metadata(),

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf import GGUFValueType
-
 from .._base.errors import UserError
 from .._base.files import open_file, write_atomically
 from .._base.option import option
 from .._formats.chunks import row_chunks
 from .._formats.column_scales import KEY, ColumnScales, ScaledFile
-from .._formats.gguf_file import GGUFFile, KeyValue, pack_header, pad
+from .._formats.gguf_file import GGUFFile, pack_header, pad, string_value
 from .._formats.reserved_paths import ReservedPaths, reserve_output
 from .._formats.split import open_model
 from .._formats.tensor_types import FLOAT_TYPES
 
 A, B = ".lora_a", ".lora_b"  # ends of the names of an adapter's tensors
-SCALED = KeyValue("ggml_ext.has_column_scales", GGUFValueType.BOOL, True, GGUFValueType.BOOL.to_bytes(4, "little") + b"\1")
+SCALED_FOR = "ggml_ext.scaled_for"  # key of a converted adapter: the hash of the scales of its model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +37,16 @@ def scale_adapter(options: ScaleAdapterOptions) -> str:
         raise UserError(f"{options.model} has no column scales: use the adapter as it is")
     if adapter.value("general.type") != "adapter":
         raise UserError(f"{options.adapter} is not an adapter: convert one with llama.cpp's convert_lora_to_gguf.py")
-    if SCALED.key in adapter.metadata:
+    if SCALED_FOR in adapter.metadata:
         raise UserError(f"{options.adapter} has the scales of a model already: pass the adapter of the original model")
     out = reserve_output(ReservedPaths({options.model: "MODEL", options.adapter: "ADAPTER"}), options.out, options.force).out
     assert out is not None
+    mark = string_value(SCALED_FOR, hash_entry(str(model.value(KEY))))
     scaled = ScaledFile(adapter, scales_of_adapter(adapter, scales))
     try:
         with write_atomically(out, options.force) as part, open_file(part) as f:
             tensors = adapter.tensors
-            f.write(pack_header(adapter.metadata | {SCALED.key: SCALED}, tensors, [t.type for t in tensors], adapter.alignment))
+            f.write(pack_header(adapter.metadata | {SCALED_FOR: mark}, tensors, [t.type for t in tensors], adapter.alignment))
             for tensor in tensors:
                 for chunk in row_chunks(tensor):
                     f.write(scaled.rows(tensor, *chunk).data)
@@ -55,6 +54,14 @@ def scale_adapter(options: ScaleAdapterOptions) -> str:
     except OSError as e:
         raise UserError(f"OUT: cannot write {options.out}: {e.strerror}") from e
     return f"{options.out}: for {options.model.name} in any llama.cpp"
+
+
+def hash_entry(text: str) -> str:
+    """Return FNV-1a, 64 bits, as 16 hexadecimal digits, like ggml_ext/hooks/ggml-ext-column-scales.h."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
 
 
 def scales_of_adapter(adapter: GGUFFile, scales: ColumnScales) -> ColumnScales:

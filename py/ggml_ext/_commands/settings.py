@@ -86,13 +86,16 @@ class Settings:
     def uses_column_scales(self, plan: QuantizationPlan, importance: Importance) -> bool:
         """Whether the run chooses column scales: by the option, else for ggml-ext's types with Hessians.
 
-        With the diagonal alone they cost the reference model 10 % (docs/results/column-scales.md), and in files of llama.cpp's types an
-        unmodified llama.cpp would apply LoRA adapters wrongly without a word.
+        With the diagonal alone they can lose (docs/results/column-scales.md). With files of llama.cpp's types, an unmodified llama.cpp would
+        apply LoRA adapters wrongly in silence.
         """
         if self.calibration.column_scales is not None:
             return self.calibration.column_scales
-        is_upstream = self.choices.file_type.is_upstream or (self.target is not None and self.target.upstream_only)
-        return importance.kind in ("block", "full") and any(type_info(t.type) for t in plan.changed) and not is_upstream
+        if self.target is not None:
+            types = [] if self.target.upstream_only else self.target.types
+        else:
+            types = [] if self.choices.file_type.is_upstream else [t.type for t in plan.changed]
+        return importance.kind in ("block", "full") and self.calibration.runs_model and any(map(type_info, types))
 
 
 def choose_target(types: TypeOptions) -> Target | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import gguf.quants
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .gguf_file import GGUFFile, KeyValue, Tensor, string_value
@@ -21,6 +22,7 @@ from .tensor_types import FLOAT_TYPES
 KEY = "ggml_ext.column_scales"
 STEPS = 8  # powers per factor of 2
 LARGEST = 46  # power; 2^(46/8) is 54
+HALF_MAX = 65504.0
 ZERO = ord("O")  # the code of power 0, so that all powers are printable
 COLUMNS, ROWS = "columns", "rows"
 
@@ -68,7 +70,7 @@ class ColumnScales:
         sizes = {t.name: {COLUMNS: t.ne[0], ROWS: t.n_elements // t.ne[0] if t.n_dims > 1 else t.ne[0]} for t in file.tensors}
         for line in (file.value(KEY) or "").splitlines():
             name, axis, text = (*line.split(" "), "", "")[:3]
-            powers = np.array([ord(c) - ZERO for c in text])
+            powers = np.frombuffer(text.encode(), np.uint8).astype(np.int16) - ZERO
             if name not in sizes or axis not in axes or len(powers) != sizes[name][axis] or np.abs(powers).max(initial=0) > LARGEST:
                 raise UserError(f"{file.path}: {KEY} does not fit tensor {name}: the file is damaged; quantize the model again")
             axes[axis][name] = powers.astype(np.int8)
@@ -76,7 +78,7 @@ class ColumnScales:
 
 
 def _to_text(powers: np.ndarray) -> str:
-    return "".join(chr(ZERO + power) for power in powers.tolist())
+    return (powers + ZERO).astype(np.uint8).tobytes().decode()
 
 
 class ScaledFile(GGUFFile):
@@ -98,14 +100,18 @@ class ScaledFile(GGUFFile):
         data = self._unscaled.rows(tensor, first, count)
         if tensor.name not in self.scales:
             return data
-        assert tensor.type in FLOAT_TYPES, tensor.name
+        if tensor.type not in FLOAT_TYPES:
+            raise UserError(
+                f"tensor {tensor.name} of {self.path} is {tensor.type.name.lower()}, column scales need f32, f16 or bf16: pass the model that was quantized"
+            )
         weights = gguf.quants.dequantize(data, tensor.type).astype(np.float32, copy=True)
         if (factors := self.scales.column_factors(tensor.name)) is not None:
             weights *= factors
         if (divisors := self.scales.row_divisors(tensor.name)) is not None:
             weights /= divisors if tensor.n_dims == 1 else divisors[first : first + count, None]
-        scaled = np.ascontiguousarray(gguf.quants.quantize(weights, tensor.type)).view(np.uint8)
-        return scaled
+        if tensor.type == GGMLQuantizationType.F16 and np.abs(weights).max(initial=0) > HALF_MAX:
+            raise UserError(f"tensor {tensor.name} of {self.path}: its scaled weights exceed {HALF_MAX:g}: pass --no-column-scales")
+        return np.ascontiguousarray(gguf.quants.quantize(weights, tensor.type)).view(np.uint8)
 
     def pieces(self, tensor: Tensor, size: int, first: int, count: int) -> np.ndarray:
         return self._unscaled.pieces(tensor, size, first, count)

@@ -74,10 +74,15 @@ def extract_blocks(triangle: np.ndarray, n_columns: int) -> np.ndarray:
 def divide_columns(triangles: np.ndarray, factors: np.ndarray, is_full: bool) -> np.ndarray:
     """Return the Hessian of inputs x / s: H[i, j] / (s[i] s[j]), packed as H. factors: s, float32 (n_columns,)."""
     out, position, inverse = np.empty_like(triangles), 0, 1 / factors
-    for i in range(len(factors)):
-        first = 0 if is_full else i // BLOCK * BLOCK
-        n = i - first + 1
-        np.multiply(triangles[position : position + n], inverse[first : i + 1] * inverse[i], out=out[position : position + n])
+    if is_full:
+        for i in range(len(factors)):
+            np.multiply(triangles[position : position + i + 1], inverse[: i + 1] * inverse[i], out=out[position : position + i + 1])
+            position += i + 1
+        return out
+    for start in block_starts(len(factors)):
+        part = inverse[start : start + BLOCK]
+        n = packed_size(len(part), True)
+        out[position : position + n] = triangles[position : position + n] * np.outer(part, part)[np.tril_indices(len(part))]
         position += n
     return out
 

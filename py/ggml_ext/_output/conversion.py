@@ -69,6 +69,7 @@ def upstream_metadata(file: GGUFFile, file_type: int, importance: Importance) ->
     old = {k: kv for k, kv in kept.items() if k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
     new = [
         *([] if importance.matrix is None else importance.matrix.metadata()),
+        *importance.scales.metadata(),
         uint32_value("general.file_type", file_type),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
     ]
