@@ -154,9 +154,8 @@ def check_perplexities(run: Run, directory: Path) -> None:
         files = run.check("quantized files", quantized_files, directory, again=True) or {}
         with concurrent.futures.ThreadPoolExecutor(1 if run.rehearsal else N_PROGRAMS) as pool:
             for i, (name, file) in enumerate(files.items()):
-                # a driver for CPUs takes half a minute for all paths of a type
-                is_short = run.rehearsal and run.device != "CPU" and i > 0
-                pool.submit(run.check, f"perplexity {name}", same_as_cpu, file, dict([*PATHS.items()][:1]) if is_short else PATHS)
+                paths = dict([*PATHS.items()][:1]) if run.has_slow_driver and i > 0 else PATHS
+                pool.submit(run.check, f"perplexity {name}", same_as_cpu, file, paths)
 
 
 # --- optional, if there is time -------------------------------------------------------------------------------------------------

@@ -113,6 +113,11 @@ class Run:
             "passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
         self.document[backend] = self.report
 
+    @property
+    def has_slow_driver(self) -> bool:
+        """Whether the device is a driver for CPUs, which takes half a minute for what a GPU does in one second."""
+        return self.rehearsal and self.device != "CPU"
+
     def tiny_shape(self, shape: str) -> str:
         """Return the shape of a model with experts or ragged rows; in a rehearsal a tiny one."""
         return {"olmoe-1b-7b": "tiny-experts", "qwen2.5-0.5b": "tiny-ragged"}[shape] if self.shape == "tiny" else shape
