@@ -11,9 +11,11 @@ import pytest
 
 from ggml_ext import inspect as inspector
 from ggml_ext import scale_adapter
+from ggml_ext._base.errors import UserError
 from ggml_ext._commands.scaling_adapters import SCALED_FOR, hash_entry
 from ggml_ext._formats.column_scales import KEY, ColumnScales, ScaledFile
 from ggml_ext._formats.gguf_file import GGUFFile
+from ggml_ext._native import graph as _graph
 from ggml_ext._native.graph import read_scale_groups
 from ggml_ext._native.streams import LayerStreams
 from ggml_ext._sequential.sums import Sums
@@ -114,6 +116,18 @@ def test_files_with_different_scales_are_not_compared(loud, scaled, plain):
     check_error(run_main(inspector.main, plain, "--against", scaled), "have different column scales")
     check_error(run_main(inspector.main, scaled, "--against", plain), "column scales need f32, f16 or bf16")
     check_error(run_quantize(loud, scaled.with_name("out.gguf"), "--type", "itq3_t", "--calibration-chunks", "2", "--calibrate-with", scaled), "have different column scales")
+
+
+def test_scales_need_a_source_of_floats(plain, tmp_path):
+    done = quantize(plain, tmp_path / "out.gguf", "--type", "itq3_t", "--column-scales", "--calibration-chunks", "2")
+    assert "no effect: --column-scales" in done.stderr and KEY not in GGUFFile(tmp_path / "out.gguf").metadata
+
+
+def test_killed_program_is_an_error(model, monkeypatch):
+    """Column scales that a repeated run lacks would discard what the first one has written."""
+    monkeypatch.setattr(_graph, "run_captured", lambda *_: (-9, "", ""))
+    with pytest.raises(UserError, match="pass --no-column-scales"):
+        read_scale_groups([model])
 
 
 def test_requantized_file_keeps_the_scales(scaled, tmp_path):

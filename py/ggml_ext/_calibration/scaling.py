@@ -35,6 +35,19 @@ INPUT_POWER, WEIGHT_POWER = 1 / 8, 3 / 8
 N_CHUNKS = 8
 
 
+def provide_column_scales(
+    options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, matrix: ImportanceMatrix | None, *, directory: Path, n_threads: int,
+    console: Console,
+) -> ColumnScales:
+    """Choose column scales, after measuring the inputs if there is no imatrix. A note says if --column-scales has no effect."""
+    scales = ColumnScales()
+    if can_have_scales(file, plan) and (matrix := matrix or measure_inputs(options, file, directory, n_threads, console)) is not None:
+        scales = choose_column_scales(file, plan, matrix, n_threads, console)
+    if options.column_scales and not scales:
+        console.note("no effect: --column-scales, because no matrix can have them")
+    return scales
+
+
 def can_have_scales(file: GGUFFile, plan: QuantizationPlan) -> bool:
     """Whether a matrix of the model can get scales. The output keeps those that the model has."""
     return KEY not in file.metadata and any(t.tensor.type in FLOAT_TYPES and layer_number(t.name) is not None for t in plan.changed)

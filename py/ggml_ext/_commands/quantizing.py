@@ -23,7 +23,7 @@ from .._base.package import __version__
 from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, check_hessians
-from .._calibration.scaling import can_have_scales, choose_column_scales, measure_inputs
+from .._calibration.scaling import provide_column_scales
 from .._encode.accuracy import NAMES_KEY, VALUES_KEY, MeasuredTensor, epsilon_metadata, read_epsilons
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
@@ -194,18 +194,18 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
     if not is_dry or target is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
     if job.scales:
-        importance = replace(job.importance, scales=job.scales)
-        job = replace(job, file=ScaledFile(model.file, job.scales), importance=importance)
+        job = replace(job, file=ScaledFile(model.file, job.scales), importance=replace(job.importance, scales=job.scales))
     return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation_config is not None))
 
 
 def choose_scales(settings: Settings, model: OpenedModel, plan: QuantizationPlan, importance: Importance, console: Console) -> ColumnScales:
     """Choose column scales if the types gain from them. None in a dry run, which runs no model."""
     directory = cache_dir(settings)
-    if model.output is None or directory is None or not settings.uses_column_scales(plan, importance) or not can_have_scales(model.file, plan):
+    if model.output is None or directory is None or not settings.uses_column_scales(plan, importance):
         return ColumnScales()
-    matrix = importance.matrix or measure_inputs(settings.calibration, model.file, directory, settings.n_threads, console)
-    return ColumnScales() if matrix is None else choose_column_scales(model.file, plan, matrix, settings.n_threads, console)
+    return provide_column_scales(
+        settings.calibration, model.file, plan, importance.matrix, directory=directory, n_threads=settings.n_threads, console=console
+    )
 
 
 def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
-from .process import last_error, run_captured
+from .process import describe_failure, last_error, run_captured
 from .programs import find_tool
 
 PROGRAM = "ggml-ext-graph"
@@ -46,23 +46,29 @@ class ScaleGroup:
 
 
 def read_scale_groups(parts: Sequence[Path]) -> list[ScaleGroup]:
-    """Find the groups of a model by running it on a few tokens. Empty if llama.cpp cannot run it, or the program is missing."""
+    """Find the groups of a model by running it on a few tokens. Empty if llama.cpp cannot run it, or the program is missing.
+
+    Raises:
+        UserError: the program was killed. Other groups in a repeated run would discard what an interrupted one has written.
+    """
     groups = []
-    out = _run("scales", parts) or ""
+    out = _run("scales", parts, hint="pass --no-column-scales") or ""
     for kind, consumers, producers, block, repeat in (line.split("\t") for line in out.splitlines()):
         groups.append(ScaleGroup(tuple(consumers.split(",")), tuple(producers.split(",")), int(block), int(repeat), kind == "group"))
     return groups
 
 
-def _run(action: str, parts: Sequence[Path]) -> str | None:
-    """Return the program's output, None if it is missing or fails."""
+def _run(action: str, parts: Sequence[Path], hint: str | None = None) -> str | None:
+    """Return the program's output, None if it is missing or fails. With a hint, UserError if a signal ends it."""
     try:
         program = find_tool(PROGRAM)
     except UserError:  # a build without the program
         program = None
     if program is None:
         return None
-    code, out, _ = run_captured(_command(program, action, parts), Path())
+    code, out, log = run_captured(_command(program, action, parts), Path())
+    if code < 0 and hint:
+        raise UserError(describe_failure(PROGRAM, code, log, hint=hint, less_memory=f"free some memory, or {hint}"))
     return None if code else out
 
 
