@@ -30,6 +30,7 @@ REQUIRED_GENERATION = {name: ("q3_K", 1.0) for name in THREE_BITS} | {name: ("iq
 REQUIRED_PROMPT = {name: ("q4_K", 0.95) for name in THREE_BITS + FOUR_BITS} | {name: ("iq2_xxs", 1.0) for name in TWO_BITS} | {
     name: ("q5_K", 0.95) for name in FIVE_BITS}
 REQUIRED_SEQUENCES = {name: ("q4_K", 0.95) for name in THREE_BITS + TWO_BITS + FOUR_BITS} | {name: ("q5_K", 0.95) for name in FIVE_BITS}
+FEW = 3  # types in a rehearsal on a driver for CPUs
 MAX_ROTATION = 0.03  # limit of the rotation's share of a decoding step
 Speeds = dict[str, dict[str, float]]  # type -> measurement -> tokens per second
 
@@ -129,7 +130,7 @@ def sequences(run: Run, files: dict[str, Path]) -> dict:
     run.report["figures"]["sequences"] = table
     n_tokens, counts = (4, (2,)) if run.rehearsal else (64, N_SEQUENCES)
     device = "none" if run.device == "CPU" else run.device
-    for name, file in [*files.items()][: 3 if run.has_slow_driver else None]:
+    for name, file in [*files.items()][: FEW if run.has_slow_driver else None]:
         rows = json_lines(run.command(run.program("llama-batched-bench"), "-m", file, "-c", 2 * n_tokens * max(counts), "-b", 2048, "-npp", n_tokens,
                                       "-ntg", n_tokens, "-npl", ",".join(map(str, counts)), "-ngl", 99, "-dev", device,
                                       "--output-format", "jsonl", timeout=120))
@@ -173,7 +174,7 @@ def check_speed(run: Run, models: SyntheticModels) -> None:
 def products(run: Run, figure: str, types: list[str], shapes: list[str]) -> list[dict]:
     """Measure microseconds of single products, type by type; the report keeps partial results."""
     rows = run.report["figures"][figure] = []
-    for name in types:
+    for name in types[: FEW if run.has_slow_driver else None]:
         rows += json_lines(run.command(run.program("ggml-ext-gpu-bench"), run.device, name, *shapes, timeout=60))
     return rows
 
