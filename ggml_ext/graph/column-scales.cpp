@@ -119,10 +119,6 @@ struct finder {
         }
         p.group.block  = size;
         p.group.repeat = n_values ? n_heads / n_values : 1;
-        while (keeps_columns(values)) {
-            p.nodes.insert(values);
-            values = values->src[0];
-        }
         return values->ne[0] == size * n_values && trace(values, p);
     }
 

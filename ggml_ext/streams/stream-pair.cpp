@@ -157,29 +157,26 @@ void stream_pair::read_description() {
             json products = json::array();
             for (const auto & p : g.products) {
                 const ggml_tensor * w = p.node->src[0];
-                matrices[w->name]     = w;
-                layer_of[w->name]     = k;
                 products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
             }
             groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
                                { "experts", g.ids ? g.products[0].node->src[0]->ne[2] : 0 }, { "products", products } });
         }
         description.push_back(groups);
+        // products and, because column scales change them too, all other weights, such as norms
+        for (const ggml_tensor * node : parts.nodes(k)) {
+            for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+                if (const ggml_tensor * w = node->src[j]; is_weight(w)) {
+                    matrices[w->name] = w;
+                    layer_of[w->name] = k;
+                }
+            }
+        }
     }
     const ggml_tensor * end = parts.layers()[0].end;
     n_embd         = ggml_nelements(end) / n_context;
     chunk_bytes    = ggml_nbytes(end);
     gradient_error = find_gradient_error();
-    // column scales change other weights too, such as norms
-    for (int k = 0; k < (int) parts.layers().size(); ++k) {
-        for (const ggml_tensor * node : parts.nodes(k)) {
-            for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
-                if (is_weight(node->src[j]) && matrices.emplace(node->src[j]->name, node->src[j]).second) {
-                    layer_of[node->src[j]->name] = k;
-                }
-            }
-        }
-    }
     // the quantized stream begins with the token embeddings
     for (const ggml_tensor * w : parts.embeddings()) {
         matrices.emplace(w->name, w);

@@ -273,19 +273,9 @@ def collect(
     """
     cache, needed = run.cache_path(layers), run.cost.hessian_bytes(run.kind, layers)
     check_free_space(run.directory, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
-    # -b: logits of one chunk at a time; --output-frequency: no intermediate results
-    command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
-    command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
-    command += [] if run.kind == "diagonal" else ["--moments", run.kind]
-    command += [] if run.cost.full_columns is None else ["--moments-columns", run.cost.full_columns]
-    command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
         with temporary_directory(run.directory, TEMPORARY, console.note) as directory:
-            result = directory.resolve() / "imatrix.gguf"
-            # the file records the text's path as given, so pass the name only
-            run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
-            if not result.is_file():
-                raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to skip it")
+            result = run_pass(run, model_path, layers, directory=directory, title=title, console=console)
             record = Record(dependencies, run.kind, layers, fingerprint(result), run.cost.full_columns)
             record_file = directory / "record.json"
             record_file.write_text(json.dumps(asdict(record), indent=1) + "\n")
@@ -294,6 +284,22 @@ def collect(
     except OSError as e:
         raise UserError(f"calibration: cannot write {cache}: {e.strerror}; write OUT to another directory, or pass --no-calibration") from e
     return cache
+
+
+def run_pass(run: CalibrationRun, model_path: Path, layers: Layers, *, directory: Path, title: str, console: Console) -> Path:
+    """Run llama-imatrix once and return its file in the directory. Raises and other arguments: as for collect()."""
+    # -b: logits of one chunk at a time; --output-frequency: no intermediate results
+    command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
+    command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command += [] if run.kind == "diagonal" else ["--moments", run.kind]
+    command += [] if run.cost.full_columns is None else ["--moments-columns", run.cost.full_columns]
+    command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
+    result = directory.resolve() / "imatrix.gguf"
+    # the file records the text's path as given, so pass the name only
+    run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
+    if not result.is_file():
+        raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to skip it")
+    return result
 
 
 def run_program(command: list[str], directory: Path, run: CalibrationRun, title: str, console: Console) -> None:

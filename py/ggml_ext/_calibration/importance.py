@@ -135,7 +135,7 @@ class Importance:
             out.append(uint32_value("ggml_ext.importance.full_columns", self.full_columns))
         if self.text_name:
             out.append(string_value("ggml_ext.calibration", self.text_name))
-        return out
+        return out + self.scales.metadata()
 
 
 def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | None = None, full_columns: int | None = None) -> Importance:

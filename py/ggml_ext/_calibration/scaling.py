@@ -23,7 +23,7 @@ from .._native.devices import DeviceOptions
 from .._native.graph import ScaleGroup, read_scale_groups
 from .._native.programs import find_tool
 from .._plan.plan import QuantizationPlan
-from .calibration import PROGRAM, TEMPORARY, CalibrationRun, collect, configure_calibration
+from .calibration import PROGRAM, TEMPORARY, CalibrationRun, configure_calibration, run_pass
 from .options import CalibrationOptions
 from .proxy import SOURCE
 
@@ -137,9 +137,9 @@ def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
-    options = replace(options, proxy_model=SOURCE, devices=DeviceOptions())  # eight chunks are not worth a proxy
+    # so few chunks are not worth a proxy
+    options = replace(options, proxy_model=SOURCE, devices=DeviceOptions(), n_chunks=min(N_CHUNKS, options.n_chunks or N_CHUNKS))
     setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program, console=Console())
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
-        run = CalibrationRun(**vars(setup) | {"directory": temporary, "n_chunks": min(N_CHUNKS, setup.n_chunks)}, kind="diagonal")
-        path = file.path.absolute()
-        return ImportanceMatrix(collect(run, path, None, dependencies={}, title="inputs", console=console))
+        run = CalibrationRun(**vars(setup), kind="diagonal")
+        return ImportanceMatrix(run_pass(run, file.path.absolute(), None, directory=temporary, title="inputs", console=console))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -161,7 +161,8 @@ def inspect(
             check_same_tensors(file, original)
             original = scale_original(file, original, scales)
         tensors = choose_tensors(file, options.tensor)
-        importance = replace(load_importance(options, file), scales=scales)
+        importance = load_importance(options, file)
+        importance.scales = scales
         on_start(tensors, importance)
         findings: list[Finding] = []
         for finding in inspect_tensors(file, original, tensors, epsilons=epsilons, importance=importance, n_threads=n_threads):

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,6 @@ class QuantizationJob:
     importance: Importance
     allocation: Allocation | None = None  # with a target
     propagation_config: PropagationConfig | None = None
-    scales: ColumnScales = field(default_factory=ColumnScales)
     options: str = ""  # those that determine the bytes
 
 
@@ -189,12 +188,12 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
         check_source(model.file, plan, codec, console, n_threads=settings.n_threads, candidates={})
         config = prepare_propagation(plan, settings, model, console)
         importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
-        scales = choose_scales(settings, model, plan, importance, console)
-        job = QuantizationJob(model.file, plan, choices, codec, importance, propagation_config=config, scales=scales)
+        importance.scales = choose_scales(settings, model, plan, importance, console)
+        job = QuantizationJob(model.file, plan, choices, codec, importance, propagation_config=config)
     if not is_dry or target is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
-    if job.scales:
-        job = replace(job, file=ScaledFile(model.file, job.scales), importance=replace(job.importance, scales=job.scales))
+    if scales := job.importance.scales:
+        job = replace(job, file=ScaledFile(model.file, scales))
     return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation_config is not None))
 
 
@@ -269,7 +268,8 @@ def plan_job_for_target(
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
     config = prepare_propagation(plan, settings, model, console)
-    return QuantizationJob(file, plan, choices, codec, importance, allocation, propagation_config=config, scales=scales)
+    importance.scales = scales  # errors were measured without them
+    return QuantizationJob(file, plan, choices, codec, importance, allocation, propagation_config=config)
 
 
 def cache_dir(settings: Settings) -> Path | None:
@@ -314,7 +314,6 @@ def output_metadata(
         return upstream_metadata(file, choices.file_type.id, importance)
     ext_metadata = [
         *importance.metadata(),
-        *importance.scales.metadata(),
         uint32_value("general.file_type", choices.file_type.id),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
@@ -397,7 +396,7 @@ def prepare_writing(
         console.note(job.propagation_config.description)
         quantizer = stack.enter_context(SequentialQuantizer(
             config=job.propagation_config, file=job.file, plan=job.plan, codec=job.codec, n_threads=settings.n_threads,
-            warn=job.importance.warnings.append, console=console, scales=job.scales,
+            warn=job.importance.warnings.append, console=console, scales=job.importance.scales,
         ))
     conversion = Conversion(
         file=job.file,

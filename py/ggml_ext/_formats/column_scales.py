@@ -16,13 +16,13 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
+from ..quants import HALF_MAX
 from .gguf_file import GGUFFile, KeyValue, Tensor, string_value
 from .tensor_types import FLOAT_TYPES
 
 KEY = "ggml_ext.column_scales"
 STEPS = 8  # powers per factor of 2
 LARGEST = 46  # power; 2^(46/8) is 54
-HALF_MAX = 65504.0
 ZERO = ord("O")  # the code of power 0, so that all powers are printable
 COLUMNS, ROWS = "columns", "rows"
 
@@ -44,10 +44,6 @@ class ColumnScales:
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns or name in self.rows
-
-    def names(self) -> list[str]:
-        """List the tensors that scales change."""
-        return list(dict.fromkeys([*self.columns, *self.rows]))
 
     def column_factors(self, name: str) -> np.ndarray | None:
         """Return what the columns of a matrix are multiplied by, float32 (n_columns,); None for nothing."""
