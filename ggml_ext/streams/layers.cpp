@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 
 #include "ggml-backend.h"
 #include "ggml-impl.h"
@@ -65,28 +66,42 @@ bool layered_graph::read(ggml_cgraph * source, int n_layers) {
 
 bool layered_graph::check() {
     for (int k = 0; k < (int) layers_.size(); ++k) {
-        std::set<int> nodes;
-        if (!collect_nodes(k, layers_[k].last, nodes)) {
+        std::set<int> indices;
+        if (!collect_nodes(k, nodes(k), 0, indices)) {
             return false;
         }
     }
     return true;
 }
 
-// Collect the nodes of layer k before `last`, including its writes to the cache, and what they need of the nodes before the layer.
-bool layered_graph::collect_nodes(int k, int last, std::set<int> & nodes) {
-    const layer &    info = layers_[k];
+// Collect the nodes that compute the targets, of layer k, from boundary(k, g): those of the layer up to the last target, including writes
+// to the cache, and what they need of the nodes before the layer.
+bool layered_graph::collect_nodes(int k, const std::vector<ggml_tensor *> & targets, int g, std::set<int> & nodes) {
+    const layer &    info     = layers_[k];
+    const auto       open     = find_open_nodes(k, g);
+    const auto       values   = boundary(k, g);
+    const auto       is_known = [&](const ggml_tensor * t) {
+        return t == info.start || std::find(values.begin(), values.end(), t) != values.end();
+    };
+    int last = 0;
+    for (const ggml_tensor * t : targets) {
+        last = std::max(last, position(t) + 1);
+    }
     std::vector<int> pending;
     for (int i = info.first; i < last; ++i) {
-        nodes.insert(i);
-        pending.push_back(i);
+        const ggml_tensor * node      = graph->nodes[i];
+        const bool          is_target = std::find(targets.begin(), targets.end(), node) != targets.end();
+        if (open.count(node) || (is_target && !is_known(node))) {
+            nodes.insert(i);
+            pending.push_back(i);
+        }
     }
     while (!pending.empty()) {
         const ggml_tensor * node = graph->nodes[pending.back()];
         pending.pop_back();
         for (int j = 0; j <= GGML_MAX_SRC; ++j) {
             ggml_tensor * src = j < GGML_MAX_SRC ? node->src[j] : node->view_src;
-            if (!src || src == info.start) {
+            if (!src || is_known(src)) {
                 continue;
             }
             int n = 0;
@@ -195,15 +210,104 @@ void copy_rows(const ggml_tensor * t, void * dst) {
     }
 }
 
-bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights) {
-    std::set<int> nodes;
-    int           last = 0;
-    for (const ggml_tensor * t : targets) {
-        last = std::max(last, position(t) + 1);
+static bool is_view(const ggml_tensor * t) {
+    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+// The tensor whose memory a tensor is in.
+static const ggml_tensor * find_memory(const ggml_tensor * t) {
+    return t->view_src ? find_memory(t->view_src) : t;
+}
+
+// Follow views to the tensor that computes the value.
+const ggml_tensor * layered_graph::find_value(const ggml_tensor * t) const {
+    return is_view(t) ? find_value(t->src[0]) : t;
+}
+
+int layered_graph::end_of_inputs(int k, int g) const {
+    const group & inputs = layers_[k].groups[g];
+    int last = std::max(position(inputs.x), inputs.ids ? position(inputs.ids) : 0);
+    for (const product & p : inputs.products) {
+        last = std::max(last, p.residual ? position(p.residual) : 0);
     }
-    if (k >= 0 && !collect_nodes(k, last, nodes)) {
+    return last + 1;
+}
+
+// Find the nodes of layer k to compute once the inputs of group g are known: those behind them, and those that use memory which nodes write
+// to, such as a cache, if nodes behind the inputs use it. The graph has no edges between such nodes, only their order.
+std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const {
+    const layer & info = layers_[k];
+    const int     end  = g == 0 ? info.first : end_of_inputs(k, g);
+    std::set<const ggml_tensor *> open, written, shared;
+    const auto each_memory = [](const ggml_tensor * node, const auto & f) {
+        f(find_memory(node));
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            f(find_memory(node->src[j]));
+        }
+    };
+    for (int i = info.first; i < info.last; ++i) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (node->view_src && !is_view(node)) {
+            written.insert(find_memory(node));
+        }
+        if (i >= end) {
+            open.insert(node);
+            each_memory(node, [&](const ggml_tensor * t) { shared.insert(t); });
+        }
+    }
+    for (int i = info.first; i < end; ++i) {
+        const ggml_tensor * node = graph->nodes[i];
+        each_memory(node, [&](const ggml_tensor * t) {
+            if (!is_view(node) && written.count(t) && shared.count(t)) {
+                open.insert(node);
+            }
+        });
+    }
+    return open;
+}
+
+std::vector<ggml_tensor *> layered_graph::boundary(int k, int g) const {
+    const layer & info = layers_[k];
+    if (g == 0) {
+        return {};
+    }
+    const auto    open = find_open_nodes(k, g);
+    std::set<int> known;
+    const auto    add = [&](const ggml_tensor * t) {
+        const ggml_tensor * value = t ? find_value(t) : nullptr;
+        const int           i     = value ? position(value) : -1;
+        if (i >= info.first && value != info.start && !open.count(value)) {
+            known.insert(i);
+        }
+    };
+    for (const ggml_tensor * node : open) {
+        std::for_each(node->src, node->src + GGML_MAX_SRC, add);
+    }
+    for (size_t i = g; i < info.groups.size(); ++i) { // what is asked of these groups; its users may be others
+        add(info.groups[i].x);
+        add(info.groups[i].ids);
+        for (const product & p : info.groups[i].products) {
+            add(p.residual);
+        }
+    }
+    std::vector<ggml_tensor *> values;
+    std::transform(known.begin(), known.end(), std::back_inserter(values), [&](int i) { return graph->nodes[i]; });
+    return values;
+}
+
+void layered_graph::make_input(ggml_tensor * t) {
+    t->op = GGML_OP_NONE;
+    std::fill(t->src, t->src + GGML_MAX_SRC, nullptr);
+    ggml_set_input(t);
+    graph->leafs[graph->n_leafs++] = t;
+}
+
+bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights, int g) {
+    std::set<int> nodes;
+    if (k >= 0 && !collect_nodes(k, targets, g, nodes)) {
         return false;
     }
+    const auto values = k >= 0 ? boundary(k, g) : std::vector<ggml_tensor *>();
     std::for_each(targets.begin(), targets.end(), keep_value);
     int n = 0;
     for (const int i : nodes) {
@@ -221,11 +325,9 @@ bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const
             ggml_set_input(graph->leafs[i]);
         }
     }
+    std::for_each(values.begin(), values.end(), [this](ggml_tensor * t) { make_input(t); });
     if (ggml_tensor * start = k > 0 ? layers_[k].start : nullptr) {
-        start->op = GGML_OP_NONE;
-        std::fill(start->src, start->src + GGML_MAX_SRC, nullptr);
-        ggml_set_input(start);
-        graph->leafs[graph->n_leafs++] = start;
+        make_input(start);
     }
     return true;
 }

@@ -66,15 +66,23 @@ public:
     // The matrices that the first layer looks rows up in: token embeddings.
     std::vector<const ggml_tensor *> embeddings() const;
 
+    // The tensors from which everything behind the inputs of group g of layer k can be computed, besides the layer's input. They have memory
+    // of their own. Empty for group 0.
+    std::vector<ggml_tensor *> boundary(int k, int g) const;
+
     // The nodes of layer k, in the order of the original graph.
     std::vector<ggml_tensor *> nodes(int k) const;
 
     // Reduce the graph to what `targets`, tensors of layer k, need, and make the layer's input an input of the graph. weights: by name,
-    // replacing the model's own. k < 0: remove all nodes.
-    bool cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights);
+    // replacing the model's own. g: make boundary(k, g) inputs too. k < 0: remove all nodes.
+    bool cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights, int g = 0);
 
 private:
-    bool collect_nodes(int k, int last, std::set<int> & nodes);
+    int end_of_inputs(int k, int g) const;
+    std::set<const ggml_tensor *> find_open_nodes(int k, int g) const;
+    const ggml_tensor *           find_value(const ggml_tensor * t) const;
+    void make_input(ggml_tensor * t);
+    bool collect_nodes(int k, const std::vector<ggml_tensor *> & targets, int g, std::set<int> & nodes);
     void find_residual(product & p, const layer & info, const ggml_tensor * x);
     int  position(const ggml_tensor * t) const;
     bool refuse(const char * format, ...);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <strings.h>
 
 using json = nlohmann::ordered_json;
@@ -28,8 +29,10 @@ stream_pair::stream_pair(llama_context * ctx, overflow_watcher & watcher, std::v
     if (!error.empty()) {
         return;
     }
-    for (auto & s : stream) {
-        s = mapping(file, (size_t) n_chunks * chunk_bytes, true);
+    for (int model : { ORIGINAL, QUANTIZED }) {
+        stream[model] = mapping(file, (size_t) n_chunks * chunk_bytes, true);
+        kept[model]   = mapping(file, std::max<size_t>(1, (size_t) n_chunks * kept_bytes[model]), true);
+        kept_group[model].resize(n_chunks);
     }
 }
 
@@ -43,6 +46,9 @@ json stream_pair::describe() const {
 void stream_pair::enter_layer(int n) {
     layer             = check_index("layer", n, n_layers + 1);
     is_original_ahead = false;
+    for (auto & groups : kept_group) {
+        std::fill(groups.begin(), groups.end(), 0);
+    }
     for (auto it = replacements.begin(); it != replacements.end();) {
         it = it->second->layer < layer && it->second->layer >= 0 ? replacements.erase(it) : std::next(it);
     }
@@ -58,19 +64,25 @@ void stream_pair::replace_matrix(const std::string & name, const std::string & t
     if (matrix == matrices.end() || id == GGML_TYPE_COUNT) {
         fail("no matrix " + name + ", or no type " + type);
     }
+    const auto group = group_of.find(name);
+    for (int & g : kept_group[QUANTIZED]) {
+        g = group != group_of.end() && g <= group->second ? g : 0; // what depends on the matrix is computed again
+    }
     replacements[name] = std::make_unique<replacement>(matrix->second, id, path, layer_of.at(name));
 }
 
 // --- running the model -----------------------------------------------------------------------------------------------
 
-// Compute the selected targets of the layer from the stream of one model.
-void stream_pair::run_layer(int chunk, int model) {
+// Compute the selected targets of the layer, none behind the inputs of end_group, from the stream of one model.
+void stream_pair::run_layer(int chunk, int model, int end_group) {
     layer_input = stream_data(model, chunk);
     run_purpose = purpose::layer;
+    start_group = kept_group[model][chunk] < end_group ? kept_group[model][chunk] : 0;
     compute(chunk, model);
 }
 
 void stream_pair::compute(int chunk, int model) {
+    this->chunk = chunk;
     this->model = model;
     llama_memory_clear(llama_get_memory(ctx), true);
     llama_batch batch = llama_batch_init(n_context, 0, 1);
@@ -128,7 +140,9 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     const ggml_ext::layer & current = parts.layers()[layer];
     const auto nodes = parts.nodes(layer);
     const bool differentiates = run_purpose == purpose::gradients;
-    if (!parts.cut(layer, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights)) {
+    start_group  = differentiates ? 0 : start_group;
+    start_values = parts.boundary(layer, start_group);
+    if (!parts.cut(layer, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights, start_group)) {
         error = parts.error();
     } else if (differentiates) {
         back = {};
@@ -142,10 +156,15 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
         if (start) {
             ggml_backend_tensor_set(start, layer_input, 0, chunk_bytes);
         }
+        set_kept_values();
         if (differentiates) {
             ggml_backend_tensor_set(back.seed(), seed.data(), 0, seed.size()*sizeof(float));
         }
     };
+}
+
+static size_t count_bytes(const std::vector<ggml_tensor *> & tensors) {
+    return std::accumulate(tensors.begin(), tensors.end(), (size_t) 0, [](size_t n, const ggml_tensor * t) { return n + ggml_nbytes(t); });
 }
 
 void stream_pair::read_description() {
@@ -157,12 +176,21 @@ void stream_pair::read_description() {
             json products = json::array();
             for (const auto & p : g.products) {
                 const ggml_tensor * w = p.node->src[0];
+                group_of.emplace(w->name, (int) groups.size()); // the first group that uses it
                 products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
             }
             groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
                                { "experts", g.ids ? g.products[0].node->src[0]->ne[2] : 0 }, { "products", products } });
         }
         description.push_back(groups);
+        const int n_groups = (int) groups.size();
+        for (int g = 1; g < n_groups; ++g) {
+            const size_t n_bytes = count_bytes(parts.boundary(k, g));
+            kept_bytes[QUANTIZED] = std::max(kept_bytes[QUANTIZED], n_bytes);
+            if (g < n_groups - 1) { // at the last group, the original model advances to the layer's output
+                kept_bytes[ORIGINAL] = std::max(kept_bytes[ORIGINAL], n_bytes);
+            }
+        }
         // products and, because column scales change them too, all other weights, such as norms
         for (const ggml_tensor * node : parts.nodes(k)) {
             for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
@@ -203,15 +231,15 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
     check_index("chunk", chunk, n_chunks);
     is_original_ahead = advance_original;
     for (int model : { ORIGINAL, QUANTIZED }) {
+        const bool advances = advance_original && model == ORIGINAL && parts.layers()[layer].end;
         select_targets = [&](const ggml_ext::layer & l) {
-            std::vector<ggml_tensor *> targets;
+            end_values   = advances ? std::vector<ggml_tensor *>() : parts.boundary(layer, group);
+            auto targets = advances ? std::vector<ggml_tensor *>{ l.end } : end_values;
             each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
-            if (advance_original && model == ORIGINAL && l.end) {
-                targets.push_back(l.end);
-            }
             return targets;
         };
-        run_layer(chunk, model);
+        run_layer(chunk, model, group);
+        keep_values(group);
         char * dst       = exchange.data();
         size_t remaining = exchange.size();
         each_array(parts.layers()[layer].groups.at(group), [&](ggml_tensor * t) {
@@ -223,9 +251,31 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
             dst += 2 * n_bytes;
             remaining -= 2 * n_bytes;
         });
-        if (advance_original && model == ORIGINAL && parts.layers()[layer].end) {
+        if (advances) {
             store_stream(chunk, ORIGINAL);
         }
+    }
+}
+
+// Keep the values at the inputs of a group, if there are any and there is room for them.
+void stream_pair::keep_values(int group) {
+    if (end_values.empty() || count_bytes(end_values) > kept_bytes[model]) {
+        return;
+    }
+    char * dst = kept_data();
+    for (const ggml_tensor * t : end_values) {
+        ggml_backend_tensor_get(t, dst, 0, ggml_nbytes(t));
+        dst += ggml_nbytes(t);
+    }
+    kept_group[model][chunk] = group;
+}
+
+// Set the values that a run begins with.
+void stream_pair::set_kept_values() const {
+    const char * src = kept_data();
+    for (ggml_tensor * t : start_values) {
+        ggml_backend_tensor_set(t, src, 0, ggml_nbytes(t));
+        src += ggml_nbytes(t);
     }
 }
 
@@ -234,7 +284,7 @@ json stream_pair::advance(int chunk) {
     check_index("layer", layer, n_layers); // the output matrix has no output stream
     for (int model = is_original_ahead ? QUANTIZED : ORIGINAL; model <= QUANTIZED; ++model) {
         select_targets = [](const ggml_ext::layer & l) { return std::vector<ggml_tensor *>{ l.end }; };
-        run_layer(chunk, model);
+        run_layer(chunk, model, (int) description[layer].size());
         store_stream(chunk, model);
     }
     double energy = 0, difference = 0;

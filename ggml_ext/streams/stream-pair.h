@@ -33,7 +33,7 @@ public:
     // Declare that the streams are at the input of layer n. Replacements in earlier layers are dropped.
     void enter_layer(int n);
 
-    // Replace a matrix of the quantized model by the bytes of a file.
+    // Replace a matrix of the quantized model by the bytes of a file. In the order of the groups, no product is computed again.
     void replace_matrix(const std::string & name, const std::string & type, const std::string & path);
 
     // Write arrays of a chunk at a group of products to the exchange, each of the original and then of the quantized model: the input, the
@@ -57,7 +57,10 @@ private:
     enum { ORIGINAL, QUANTIZED, NONE = -1 };   // which model runs; NONE: an empty graph, to describe the model
     enum class purpose { layer, full, gradients };
 
-    void                  run_layer(int chunk, int model);
+    void                  run_layer(int chunk, int model, int end_group);
+    void                  keep_values(int group);
+    void                  set_kept_values() const;
+    char *                kept_data() const { return kept[model].data() + (size_t) chunk * kept_bytes[model]; }
     void                  compute(int chunk, int model);
     std::function<void()> edit_graph(ggml_cgraph * graph);
     std::function<void()> cut_layer(ggml_cgraph * graph);
@@ -77,10 +80,16 @@ private:
     int                      n_context, n_chunks, n_layers, layer = 0, model = NONE, n_gradients = 0;
     purpose                  run_purpose = purpose::layer;
     const void *             layer_input = nullptr;
+    int                      chunk = 0, start_group = 0; // of the run, which begins at the inputs of the group; 0: at the layer's
     bool                     is_original_ahead = false; // at the layer's output already, for all chunks
     int64_t                  n_embd = 0;
     size_t                   chunk_bytes = 0;
     mapping                  stream[2], gradients, exchange;
+    // By model, the values at the inputs of a group that the next run of a chunk begins with, so that each product is computed once.
+    mapping                  kept[2];
+    std::vector<int>         kept_group[2];          // by chunk
+    size_t                   kept_bytes[2] = {};     // per chunk
+    std::vector<ggml_tensor *> start_values, end_values; // of the run: those it begins with, and those to keep
     std::vector<float>       seed; // gradient of the layer's output
     nlohmann::ordered_json   description;
     std::string              error, gradient_error;
@@ -90,6 +99,7 @@ private:
 
     std::map<std::string, const ggml_tensor *>          matrices;
     std::map<std::string, int>                          layer_of; // -1: token embeddings
+    std::map<std::string, int>                          group_of; // in its layer, of the matrices of products
     std::map<std::string, std::unique_ptr<replacement>> replacements;
 };
 

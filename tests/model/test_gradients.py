@@ -84,6 +84,13 @@ def test_gradients_of_transposed_operands():
     assert [float(line) for line in done.stdout.split()] == [0, 4, 8, 2, 6, 10]
 
 
+def test_memory_that_is_read_behind_a_product_is_written_again():
+    """No edge of the graph orders the write to a cache before the read, so the input of the write is kept and the write repeated."""
+    done = subprocess.run([require_built(BUILD, "ggml-ext-backward"), "--boundary"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["input", "middle"]
+
+
 @pytest.mark.nightly
 def test_gradients_of_all_architectures(tmp_path):
     known = 0

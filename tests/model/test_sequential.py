@@ -91,6 +91,48 @@ def test_graph_is_cut_into_layers(architecture, letters, tmp_path):
         check_streams(model, letters, 128, tmp_path)
 
 
+def scale_matrices(group, tensors, factor, *streams) -> None:
+    """Replace the matrices of a group in the quantized models by themselves times a power of two."""
+    for product in group.products:
+        if product.weight != "token_embd.weight":
+            tensor = tensors[product.weight]
+            for layer_streams in streams:
+                layer_streams.replace(product.weight, tensor.tensor_type.name, tensor.data * tensor.data.dtype.type(factor))
+
+
+def check_same_inputs(k, g, advance, continued, restarted) -> None:
+    """Check that the inputs of a group are the same in both, `restarted` from the layer's input on."""
+    restarted.enter_layer(k)
+    for chunk in range(continued.n_chunks):
+        arrays = [s.compute_inputs(k, g, chunk, a) for s, a in ((continued, advance), (restarted, False))]
+        pairs = [(a.x, *([a.ids] if a.ids else []), *a.residuals.values()) for a in arrays]
+        for one, other in zip(*pairs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("architecture", ["llama", *CUT])
+def test_runs_continue_at_the_inputs_of_the_group_before(architecture, letters, tmp_path):
+    """A layer computes the same with the values that it keeps between groups as from its input on."""
+    for model in architectures.write_models(architecture, tmp_path):
+        tensors, (one, other) = read_tensors(model), (tmp_path / "1", tmp_path / "2")
+        one.mkdir(exist_ok=True), other.mkdir(exist_ok=True)
+        with start_streams(model, letters, 128, one) as continued, start_streams(model, letters, 128, other) as restarted:
+            for k, groups in enumerate(continued.layers):
+                continued.enter_layer(k)
+                for g, group in enumerate(groups):
+                    check_same_inputs(k, g, g == len(groups) - 1, continued, restarted)
+                    scale_matrices(group, tensors, 0.5, continued, restarted)
+                restarted.enter_layer(k)
+                if k + 1 < len(continued.layers):
+                    assert continued.advance() == restarted.advance() > 0
+            # what depends on a replaced matrix is computed again
+            continued.enter_layer(0)
+            first, *_, before_last, last = range(len(continued.layers[0]))
+            for g in (before_last, last):
+                check_same_inputs(0, g, False, continued, restarted)
+                scale_matrices(continued.layers[0][first], tensors, 2, continued, restarted)
+
+
 @pytest.mark.parametrize("architecture", ["hrm_text", "hy_v4"])
 def test_graph_that_cannot_be_cut_is_refused(architecture, letters, tmp_path):
     for model in architectures.write_models(architecture, tmp_path):

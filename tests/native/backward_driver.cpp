@@ -1,14 +1,16 @@
-// Check the gradients of a model's layers (streams/backward.h) against finite differences.
+// Check the gradients of a model's layers (streams/backward.h) against finite differences, and the cuts of a layer (streams/layers.h).
 //
 //     ggml-ext-backward MODEL
 //     ggml-ext-backward --transposed
+//     ggml-ext-backward --boundary
 //
 // The first prints a line of JSON per layer except the first: {"layer": N, "of": {NAME: [exact, difference, scale]}}, or {"refused": reason}.
 // For a random seed s at the output, the layer's function f, and a direction d with gradients g: exact is <g, d>, difference is
 // (<s, f(e d)> - <s, f(-e d)>)/2e for a small e. NAME "stream": d is a random direction of the layer's input, and the scale |g||d|/sqrt(n) is
 // the expected size of exact. Other NAMEs are weight matrices, except those of experts: d is their gradient, the sum of g x^T over tokens,
 // and the scale is exact.
-// The second prints the gradient through a scale by 2 and a transposition: 6 values, for the seed 0 ... 5.
+// The second prints the gradient through a scale by 2 and a transposition: 6 values, for the seed 0 ... 5. The third prints the boundary of
+// the second product of a layer that writes to a cache before the first product and reads it behind the second.
 #include "streams/backward.h"
 
 #include <cmath>
@@ -190,9 +192,42 @@ static void print_transposed() {
     }
 }
 
+static void print_boundary() {
+    ggml_backend_ptr cpu(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    ggml_context_ptr weights(ggml_init({ 1 << 16, nullptr, true }));
+    ggml_context_ptr caches(ggml_init({ 1 << 16, nullptr, true }));
+    ggml_context_ptr owner(ggml_init({ 1 << 20, nullptr, true }));
+    ggml_tensor *    weight = ggml_new_tensor_2d(weights.get(), GGML_TYPE_F32, 4, 4);
+    ggml_tensor *    cache  = ggml_new_tensor_2d(caches.get(), GGML_TYPE_F32, 4, 2);
+    ggml_backend_buffer_ptr weight_buffer(ggml_backend_alloc_ctx_tensors(weights.get(), cpu.get()));
+    ggml_backend_buffer_ptr cache_buffer(ggml_backend_alloc_ctx_tensors(caches.get(), cpu.get()));
+    ggml_backend_buffer_set_usage(weight_buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+
+    ggml_context * ctx   = owner.get();
+    ggml_cgraph *  graph = ggml_new_graph(ctx);
+    ggml_tensor *  input = ggml_set_name(ggml_scale(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 4, 2), 2.0f), "input");
+    ggml_build_forward_expand(graph, ggml_cpy(ctx, input, cache));
+    ggml_tensor *  middle = ggml_set_name(ggml_relu(ctx, ggml_mul_mat(ctx, weight, input)), "middle");
+    ggml_tensor *  out    = ggml_add(ctx, ggml_mul_mat(ctx, weight, middle), ggml_scale(ctx, cache, 2.0f));
+    ggml_build_forward_expand(graph, ggml_relu(ctx, ggml_set_name(out, "l_out-0")));
+
+    ggml_ext::layered_graph parts;
+    if (!parts.read(graph, 1)) {
+        throw std::runtime_error(parts.error());
+    }
+    parts.find_groups(0);
+    for (const ggml_tensor * t : parts.boundary(0, 1)) {
+        printf("%s\n", t->name);
+    }
+}
+
 int main(int argc, char ** argv) {
     if (argc != 2) {
         return 1;
+    }
+    if (!strcmp(argv[1], "--boundary")) {
+        print_boundary();
+        return 0;
     }
     if (!strcmp(argv[1], "--transposed")) {
         print_transposed();

@@ -19,8 +19,7 @@ from .._native.programs import find_tool
 from .._native.streams import FLAG, HINT
 from .layers import ROWS_TOGETHER, PropagationConfig
 
-# Most runs of the model: in both streams, each layer once, and up to the input of each group of matrices (stream-pair.cpp).
-PASSES = 4
+PASSES = 2  # runs of the model: each stream computes each product once (stream-pair.cpp)
 # Chunks with gradients, and their runs of the model: forward, then by layers forward, back and forward again.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
 # Tokens per column from which on Hessians are full. Fewer were measured only without --propagate.
@@ -70,7 +69,9 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
     n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
-    streams = embd * (8 * n_tokens + 2 * len(setup.cost.layers) * n_learned)
+    # of both models the streams and, within a layer, what the next group of matrices needs (stream-pair.h); gradients
+    kept = max(i.n_used * i.n_columns for i in setup.cost.inputs) + 3 * embd
+    streams = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_learned
     return (
         f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
         f"{setup.text_title}, gradients of {gradient_chunks(setup.n_chunks)}, estimate "
@@ -97,7 +98,7 @@ def gradient_chunks(n_chunks: int) -> int:
 def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int) -> float:
     """Estimate the time of the passes and of the sums H, D and R of each input. n_learned: tokens with gradients."""
     weights = 2.0 * cost.n_weights_used
-    sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in cost.inputs)
+    sums = sum(2 * 2.5 * i.n_used * i.n_columns**2 for i in cost.inputs)  # of H, one half
     return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / cost.rate(n_threads)
 
 
