@@ -224,6 +224,7 @@ const ggml_tensor * layered_graph::find_value(const ggml_tensor * t) const {
     return is_view(t) ? find_value(t->src[0]) : t;
 }
 
+// The position after the last of a group's inputs and residuals.
 int layered_graph::end_of_inputs(int k, int g) const {
     const group & inputs = layers_[k].groups[g];
     int last = std::max(position(inputs.x), inputs.ids ? position(inputs.ids) : 0);
@@ -233,8 +234,8 @@ int layered_graph::end_of_inputs(int k, int g) const {
     return last + 1;
 }
 
-// Find the nodes of layer k to compute once the inputs of group g are known: those behind them, and those that use memory which nodes write
-// to, such as a cache, if nodes behind the inputs use it. The graph has no edges between such nodes, only their order.
+// Find the nodes of layer k that remain to be computed once the inputs of group g are known: all nodes behind them and, again, earlier ones
+// that use memory which nodes write to, such as a cache, and which nodes behind the inputs use. Such nodes have an order but no edges.
 std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const {
     const layer & info = layers_[k];
     const int     end  = g == 0 ? info.first : end_of_inputs(k, g);

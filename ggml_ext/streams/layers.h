@@ -78,9 +78,9 @@ public:
     bool cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights, int g = 0);
 
 private:
-    int end_of_inputs(int k, int g) const;
+    int  end_of_inputs(int k, int g) const;
     std::set<const ggml_tensor *> find_open_nodes(int k, int g) const;
-    const ggml_tensor *           find_value(const ggml_tensor * t) const;
+    const ggml_tensor * find_value(const ggml_tensor * t) const;
     void make_input(ggml_tensor * t);
     bool collect_nodes(int k, const std::vector<ggml_tensor *> & targets, int g, std::set<int> & nodes);
     void find_residual(product & p, const layer & info, const ggml_tensor * x);
