@@ -74,8 +74,8 @@ bool layered_graph::check() {
     return true;
 }
 
-// Collect the nodes that compute the targets, of layer k, from boundary(k, g): those of the layer up to the last target, including writes
-// to the cache, and what they need of the nodes before the layer.
+// Collect the nodes that compute the targets, of layer k, from boundary(k, g): the open nodes up to the last target, the targets, and what
+// both need, also of nodes before the layer.
 bool layered_graph::collect_nodes(int k, const std::vector<ggml_tensor *> & targets, int g, std::set<int> & nodes) {
     const layer &    info     = layers_[k];
     const auto       open     = find_open_nodes(k, g);
@@ -224,18 +224,21 @@ const ggml_tensor * layered_graph::find_value(const ggml_tensor * t) const {
     return is_view(t) ? find_value(t->src[0]) : t;
 }
 
-// The position after the last of a group's inputs and residuals.
+// The position after the last input and residual of groups 0 .. g. The first product of group g is behind it.
 int layered_graph::end_of_inputs(int k, int g) const {
-    const group & inputs = layers_[k].groups[g];
-    int last = std::max(position(inputs.x), inputs.ids ? position(inputs.ids) : 0);
-    for (const product & p : inputs.products) {
-        last = std::max(last, p.residual ? position(p.residual) : 0);
+    int last = 0;
+    for (int i = 0; i <= g; ++i) {
+        const group & inputs = layers_[k].groups[i];
+        last = std::max({ last, position(inputs.x), inputs.ids ? position(inputs.ids) : 0 });
+        for (const product & p : inputs.products) {
+            last = std::max(last, p.residual ? position(p.residual) : 0);
+        }
     }
     return last + 1;
 }
 
-// Find the nodes of layer k that remain to be computed once the inputs of group g are known: all nodes behind them and, again, earlier ones
-// that use memory which nodes write to, such as a cache, and which nodes behind the inputs use. Such nodes have an order but no edges.
+// Find the nodes of layer k to compute once the inputs of group g are known: all nodes behind the inputs, and earlier nodes that share written
+// memory, such as a cache, with them. Only the order of nodes, no edge, puts the write before the read.
 std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const {
     const layer & info = layers_[k];
     const int     end  = g == 0 ? info.first : end_of_inputs(k, g);
@@ -300,7 +303,12 @@ void layered_graph::make_input(ggml_tensor * t) {
     t->op = GGML_OP_NONE;
     std::fill(t->src, t->src + GGML_MAX_SRC, nullptr);
     ggml_set_input(t);
+    GGML_ASSERT(!t->view_src && graph->n_leafs < graph->size);
     graph->leafs[graph->n_leafs++] = t;
+}
+
+std::pair<int, int> layered_graph::size() const {
+    return { graph->n_nodes, graph->n_leafs };
 }
 
 bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights, int g) {

@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ggml.h"
@@ -66,9 +67,15 @@ public:
     // The matrices that the first layer looks rows up in: token embeddings.
     std::vector<const ggml_tensor *> embeddings() const;
 
-    // The tensors from which everything behind the inputs of group g of layer k can be computed, besides the layer's input. They have memory
-    // of their own. Empty for group 0.
+    // The tensors from which everything behind the inputs of group g of layer k can be computed, besides the layer's input. A view is
+    // represented by the tensor that it views. Empty for group 0.
     std::vector<ggml_tensor *> boundary(int k, int g) const;
+
+    // The number of nodes and of leafs that remain after cut().
+    std::pair<int, int> size() const;
+
+    // Add an input that nothing uses.
+    void add_leaf(ggml_tensor * t) { make_input(t); }
 
     // The nodes of layer k, in the order of the original graph.
     std::vector<ggml_tensor *> nodes(int k) const;

@@ -64,11 +64,23 @@ void stream_pair::replace_matrix(const std::string & name, const std::string & t
     if (matrix == matrices.end() || id == GGML_TYPE_COUNT) {
         fail("no matrix " + name + ", or no type " + type);
     }
-    const auto group = group_of.find(name);
+    const int group = find_group(name);
     for (int & g : kept_group[QUANTIZED]) {
-        g = group != group_of.end() && g <= group->second ? g : 0; // what depends on the matrix is computed again
+        g = g <= group ? g : 0; // what depends on the matrix is computed again
     }
     replacements[name] = std::make_unique<replacement>(matrix->second, id, path, layer_of.at(name));
+}
+
+// The first group of the layer that uses the matrix, or 0.
+int stream_pair::find_group(const std::string & weight) const {
+    for (size_t g = 0; g < description[layer].size(); ++g) {
+        for (const json & product : description[layer][g]["products"]) {
+            if (product["weight"] == weight) {
+                return (int) g;
+            }
+        }
+    }
+    return 0;
 }
 
 // --- running the model -----------------------------------------------------------------------------------------------
@@ -77,6 +89,7 @@ void stream_pair::replace_matrix(const std::string & name, const std::string & t
 void stream_pair::run_layer(int chunk, int model, int end_group) {
     layer_input = stream_data(model, chunk);
     run_purpose = purpose::layer;
+    this->end_group = end_group;
     start_group = kept_group[model][chunk] < end_group ? kept_group[model][chunk] : 0;
     compute(chunk, model);
 }
@@ -152,6 +165,7 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
         }
         back.append(graph);
     }
+    separate_plans();
     return [this, start = current.start, differentiates] {
         if (start) {
             ggml_backend_tensor_set(start, layer_input, 0, chunk_bytes);
@@ -161,6 +175,20 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
             ggml_backend_tensor_set(back.seed(), seed.data(), 0, seed.size()*sizeof(float));
         }
     };
+}
+
+// Make ggml plan the memory of a graph anew if the graph before has other tensors. It plans anew only if the number of nodes or leafs or a
+// size differs, but the plan also depends on which values are kept: a plan for other targets would overwrite them.
+void stream_pair::separate_plans() {
+    std::vector<int> key  = { (int) run_purpose, layer, start_group, end_group, end_values.empty() };
+    auto             size = parts.size();
+    if (key != run_key && size == run_size) {
+        unused.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+        parts.add_leaf(ggml_new_tensor_1d(unused.get(), GGML_TYPE_F32, 1));
+        size = parts.size();
+    }
+    run_key  = key;
+    run_size = size;
 }
 
 static size_t count_bytes(const std::vector<ggml_tensor *> & tensors) {
@@ -176,7 +204,6 @@ void stream_pair::read_description() {
             json products = json::array();
             for (const auto & p : g.products) {
                 const ggml_tensor * w = p.node->src[0];
-                group_of.emplace(w->name, (int) groups.size()); // the first group that uses it
                 products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
             }
             groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
@@ -257,7 +284,7 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
     }
 }
 
-// Keep the values at the inputs of a group, if there are any and there is room for them.
+// Keep the values at the inputs of a group. There is no room for those of the original model at the last group, where it usually advances.
 void stream_pair::keep_values(int group) {
     if (end_values.empty() || count_bytes(end_values) > kept_bytes[model]) {
         return;

@@ -33,7 +33,8 @@ public:
     // Declare that the streams are at the input of layer n. Replacements in earlier layers are dropped.
     void enter_layer(int n);
 
-    // Replace a matrix of the quantized model by the bytes of a file. In the order of the groups, no product is computed again.
+    // Replace a matrix of the quantized model by the bytes of a file. Kept values that depend on it are dropped; if matrices are replaced in
+    // the order of their groups, none do.
     void replace_matrix(const std::string & name, const std::string & type, const std::string & path);
 
     // Write arrays of a chunk at a group of products to the exchange, each of the original and then of the quantized model: the input, the
@@ -58,6 +59,8 @@ private:
     enum class purpose { layer, full, gradients };
 
     void                  run_layer(int chunk, int model, int end_group);
+    void                  separate_plans();
+    int                   find_group(const std::string & weight) const;
     void                  keep_values(int group);
     void                  set_kept_values() const;
     char *                kept_data() const { return kept[model].data() + (size_t) chunk * kept_bytes[model]; }
@@ -80,7 +83,12 @@ private:
     int                      n_context, n_chunks, n_layers, layer = 0, model = NONE, n_gradients = 0;
     purpose                  run_purpose = purpose::layer;
     const void *             layer_input = nullptr;
-    int                      chunk = 0, start_group = 0; // of the run, which begins at the inputs of the group; 0: at the layer's
+    int                      chunk = 0;       // of the run
+    int                      start_group = 0; // at whose inputs the run begins; group 0: at the layer's input
+    int                      end_group = 0;   // up to whose inputs it goes
+    std::vector<int>         run_key;         // what the graph of the run depends on
+    std::pair<int, int>      run_size;        // of that graph
+    ggml_context_ptr         unused;          // owns an input that nothing uses
     bool                     is_original_ahead = false; // at the layer's output already, for all chunks
     int64_t                  n_embd = 0;
     size_t                   chunk_bytes = 0;
@@ -99,7 +107,6 @@ private:
 
     std::map<std::string, const ggml_tensor *>          matrices;
     std::map<std::string, int>                          layer_of; // -1: token embeddings
-    std::map<std::string, int>                          group_of; // in its layer, of the matrices of products
     std::map<std::string, std::unique_ptr<replacement>> replacements;
 };
 

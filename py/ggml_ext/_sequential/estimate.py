@@ -70,7 +70,7 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
     n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
     # of both models the streams and, within a layer, what the next group of matrices needs (stream-pair.h); gradients
-    kept = max(i.n_used * i.n_columns for i in setup.cost.inputs) + 3 * embd
+    kept = max((i.n_used * i.n_columns for i in setup.cost.inputs), default=0) + 3 * embd
     streams = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_learned
     return (
         f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
