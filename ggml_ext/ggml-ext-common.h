@@ -63,7 +63,7 @@ static inline int ggml_ext_group_offset(int g) {
 
 // Q8_KR64: activations rotated in blocks of 64. A row of n has n/256 of these structs, rounded up, four blocks each; missing blocks of
 // the last one are zero. ggml reserves one struct per block, so a row of any length fits. A row is written and read in full
-// (ggml_ext_first_block()). The four blocks share one scale, because the tiled GEMM has one per 256 values.
+// (cpu/mul-mat.cpp). The four blocks share one scale, because the GEMM has one per column and 256 values.
 typedef struct {
     float  d[GGML_EXT_GROUP_BLOCKS];   // four equal values
     float  sum[GGML_EXT_GROUP_BLOCKS]; // sum of the codes of each block, exact

@@ -21,12 +21,10 @@ GGML_EXT_WEIGHT_TYPES(X)
 GGML_BACKEND_API bool ggml_ext_dot_columns(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride,
                                            int64_t n_rows, const void * const * y, int n_cols);
 
-// Compute rows ir0 to ir0_end and columns ir1 to ir1_end of a mul_mat, or of one expert in a mul_mat_id. wdata: quantized columns of
-// row_size bytes. expert_rows: the expert's columns as pairs (index among the token's experts, token). Return false for upstream types.
-bool ggml_ext_mul_mat_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, int64_t ir0, int64_t ir0_end,
-                            int64_t ir1, int64_t ir1_end);
-bool ggml_ext_mul_mat_id_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, const char * expert,
-                               const int32_t * expert_rows, int64_t ir0, int64_t ir0_end, int64_t ir1, int64_t ir1_end);
+// Compute a MUL_MAT or MUL_MAT_ID with a ggml-ext type, and return the size of its work buffer. Return false for upstream types.
+struct ggml_compute_params;
+bool ggml_ext_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * op);
+bool ggml_ext_mul_mat_work_size(int n_threads, const struct ggml_tensor * op, size_t * size);
 
 // Quantize n floats (a multiple of 256 or 64) to n/256 block_q8_K or block_q8_kr64, rounded up, of the rotated row.
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
@@ -43,32 +41,15 @@ ggml_from_float_t ggml_ext_study_from_float(const struct ggml_tensor * dst, enum
 #define ggml_ext_study_from_float(dst, type, from_float) (from_float)
 #endif
 
-// First block that thread ith of nth quantizes in a row of n activations; it ends where the next thread begins. A row of Q8_KR64 is
-// written in full, so the threads take turns by row.
-static inline int64_t ggml_ext_first_block(enum ggml_type type, int64_t n, int64_t ith, int64_t nth, int64_t row) {
-    const int64_t n_blocks = n/ggml_blck_size(type);
-    return type == GGML_TYPE_Q8_KR64 ? (ith > row%nth ? n_blocks : 0) : ith*n_blocks/nth;
-}
-
-// Rows and columns per chunk, instead of upstream's `size`. A small matrix is one chunk, whose rows the threads share equally: in chunks of
-// 64, two threads would split 576 rows 5:4. Smaller chunks cost an atomic addition each and load the columns again.
-static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, int64_t size) {
-    switch (type) {
-        GGML_EXT_WEIGHT_CASES return n_rows < 16*64 ? n_rows : 64;
-        default:              return size;
-    }
-}
-
 // Products at act_prec f16 (ggml-ext-act-prec.h) have twice the columns. compute_doubled() calls `compute` on such a node, which it builds
 // in the work buffer; it returns false if `node` is not marked. planned_node() returns that node, with the additional work_size it needs,
 // or `node`. `doubled` holds its tensors.
-struct ggml_compute_params;
 bool ggml_ext_compute_doubled(struct ggml_compute_params * params, struct ggml_tensor * node,
                               void (*compute)(struct ggml_compute_params *, struct ggml_tensor *));
 struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggml_ext_doubled * doubled, size_t * work_size);
 
-// Smallest number of columns for the tiled GEMM; with fewer, dot_columns() is as fast.
-GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
+// Smallest number of columns for the GEMM; with fewer, dot_columns() is as fast.
+GGML_BACKEND_API int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type);
 
 // Limit the threads of a graph to the CPUs that the process could use when it started: more threads than CPUs wait for each other at every
 // barrier. The first time that this changes the number, say so.
@@ -81,12 +62,13 @@ bool ggml_ext_env_switch(const char * name, bool fallback);
 GGML_BACKEND_API const char * ggml_ext_cpu_isa(void);
 GGML_BACKEND_API bool         ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q);
 
-// In test builds: number of tiles that the tiled GEMM has unpacked from ggml-ext types.
+// In test builds: number of panels that the GEMM has finished; the GEMM with the arguments of ggml_ext_dot_columns(), false if the
+// instruction set has none; and products of bytes per second that its instructions can do in one thread, 0 if unknown.
 #ifdef GGML_EXT_TESTS
-GGML_BACKEND_API int64_t ggml_ext_cpu_n_tiles(void);
-void                     ggml_ext_cpu_count_tile(void);
-#else
-static inline void       ggml_ext_cpu_count_tile(void) {}
+GGML_BACKEND_API double  ggml_ext_cpu_peak(void);
+GGML_BACKEND_API int64_t ggml_ext_cpu_n_panels(void);
+GGML_BACKEND_API bool    ggml_ext_gemm(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride, int64_t n_rows,
+                                       const void * const * y, int n_cols);
 #endif
 
 #ifdef __cplusplus

@@ -263,11 +263,6 @@ static inline void order_blocks(const void * groups, void * q) {
     }
 }
 
-// Unpack the 256 codes of a block to the order of its activations.
-template <typename B> static inline void unpack_block_for_tile(const unpacker<B> & u, uint8_t * q) {
-    store_groups(u, q, traits<B>::rotated ? ggml_ext_group_offset : weight_offset);
-}
-
 // Unpack the 256 codes of the blocks to the order of the weights.
 template <typename B> static inline void unpack_blocks(const unpacker<B> & u, uint8_t * q) {
     if constexpr (group_blocks<B> == 1) {

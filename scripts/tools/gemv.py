@@ -4,6 +4,7 @@
     gemv.py [--types itq3_s,ccq2,ditto3,q3_k,...] [--shapes 4096x4096,...] [--rounds 7] [--threads 2] [--json FILE]
     gemv.py --columns 1,2,3,4,6,7,8,16,32 [--types itq3_s,itq3_t,q3_k,...] [--shapes 2048x8192] [--rounds 7] [--threads 2] [--json FILE]
     gemv.py --columns 1,4,32 --act-prec ...
+    gemv.py --columns 12,16,32,64,512 --peak [--shapes 2048x2048] ...
     bench.py --gemv ...
 
 The Ditto paper (section 4) replaces the loops of a quantized product by BLAS calls; this is the same comparison. Both sides use the same number
@@ -13,6 +14,8 @@ and of the ratios within a round. OpenBLAS comes from the package scipy-openblas
 
 --columns compares products of several columns with those of one, by the minimum over the rounds. With one thread it measures the CPU time of that
 thread, which other programs disturb less. Q4_0 is not repacked, although it would be in a model.
+
+--peak prints billions of products per second and thread, and their share of what the CPU's int8 instructions can do; ggml-ext's types only.
 
 --act-prec compares activations in F16 with those in 8 bits for each number of columns (docs/reference/act-prec.md).
 """
@@ -205,6 +208,28 @@ def columns_cost(type_name: str, shape: tuple[int, int], n_columns: list[int], r
     return {n: min(s[n] for s in samples) for n in plans}
 
 
+def int8_peak() -> float:
+    """Return the products of bytes per second that one thread can do without memory."""
+    cpu = load_ggml()[1]
+    if not hasattr(cpu, "ggml_ext_cpu_peak"):
+        sys.exit("error: --peak needs a build for tests: make install in a checkout")
+    cpu.ggml_ext_cpu_peak.restype = ctypes.c_double
+    return cpu.ggml_ext_cpu_peak()
+
+
+def print_peak(args: argparse.Namespace) -> None:
+    n_columns = sorted(map(int, args.columns.split(",")))
+    print(f"peak of one thread: {int8_peak() / 1e9:.0f} billion products per second")
+    print("| matrix | type | " + " | ".join(f"{n} columns" for n in n_columns) + " |\n|" + " --- |" * (len(n_columns) + 2))
+    for shape in args.shapes.split(","):
+        n_rows, n_cols = map(int, shape.split("x"))
+        for name in args.types.lower().split(","):
+            cost = columns_cost(name, (n_rows, n_cols), n_columns, args.rounds, args.threads, args.copies_mb << 20)
+            peak = int8_peak()  # anew for each type, since the clock varies
+            rates = {n: n_rows * n_cols * n / cost[n] / args.threads for n in n_columns}
+            print(f"| {shape} | {name.upper()} | " + " | ".join(f"{r / 1e9:.0f} ({100 * r / peak:.0f} %)" for r in rates.values()) + " |", flush=True)
+
+
 def print_columns(args: argparse.Namespace) -> None:
     n_columns = sorted({1, *map(int, args.columns.split(","))})
     shown = n_columns if args.act_prec else n_columns[1:]
@@ -229,6 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--types", help=f"default: {DEFAULT_TYPES}; with --columns {COLUMN_TYPES}")
     parser.add_argument("--shapes", help=f"rows x columns (default: {DEFAULT_SHAPES}; with --columns 2048x8192)")
     parser.add_argument("--columns", help="compare products of these numbers of columns with one, for example 1,2,3,4,6,7,8,16,32")
+    parser.add_argument("--peak", action="store_true", help="with --columns: compare with the peak of the CPU's int8 instructions")
     parser.add_argument("--act-prec", action="store_true", help="with --columns: compare activations in F16 with 8 bits")
     parser.add_argument("--copies-mb", type=int, default=COPIES_BYTES >> 20,
                         help="with --columns: total size of the matrix's copies; 0: one copy, which may stay in a cache (default: %(default)s)")
@@ -239,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     args.types = args.types or (COLUMN_TYPES if args.columns else DEFAULT_TYPES)
     args.shapes = args.shapes or ("2048x8192" if args.columns else DEFAULT_SHAPES)
     if args.columns:
-        return print_columns(args)
+        return print_peak(args) if args.peak else print_columns(args)
     table = []
     print("| matrix | type | us | unpack + sgemv us | ratio | F32 sgemv us | ratio |\n|" + " --- |" * 7)
     for shape in args.shapes.split(","):

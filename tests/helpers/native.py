@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -10,7 +9,6 @@ import platform
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
@@ -46,7 +44,8 @@ def require_built(folder: Path, name: str) -> Path:
 
 def cpu_flags() -> set[str]:
     if platform.machine() == "arm64":  # macOS
-        return {"asimd", "asimddp"}
+        has_i8mm = subprocess.run(["sysctl", "-n", "hw.optional.arm.FEAT_I8MM"], capture_output=True, text=True).stdout.strip() == "1"
+        return {"asimd", "asimddp"} | ({"i8mm"} if has_i8mm else set())
     if Path("/proc/cpuinfo").exists():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -55,16 +54,17 @@ def cpu_flags() -> set[str]:
 
 
 # instruction set -> the name that its kernels report; below, the CPU flags that it needs
-ISA_NAMES = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni", "avx512": "avx512", "neon": "neon", "dotprod": "neon+dotprod"}
+ISA_NAMES = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni", "avx512": "avx512", "amx": "avx512+amx", "neon": "neon", "dotprod": "neon+dotprod", "i8mm": "neon+i8mm"}
 _NEEDS = {"scalar": set(), "avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"},
           "avx512": {"avx2", "fma", "f16c", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni"}, "neon": {"asimd"},
-          "dotprod": {"asimd", "asimddp"}}
+          "dotprod": {"asimd", "asimddp"}, "i8mm": {"asimd", "asimddp", "i8mm"}}
+_NEEDS["amx"] = _NEEDS["avx512"] | {"amx_tile", "amx_int8"}
 LOCAL_ISAS = [isa for isa, needs in _NEEDS.items() if needs <= cpu_flags()]
 
-# 64-bit ARM on other machines: instruction set -> CPU to emulate. A Cortex-A72 has no dot product instructions.
-EMULATED_ISAS = {} if "asimd" in cpu_flags() else {"arm64-scalar": "max", "neon": "cortex-a72", "dotprod": "max"}
+# 64-bit ARM on other machines: instruction set -> CPU to emulate. A Cortex-A72 has no dot product instructions, a Neoverse N1 no i8mm.
+EMULATED_ISAS = {} if "asimd" in cpu_flags() else {"arm64-scalar": "max", "neon": "cortex-a72", "dotprod": "neoverse-n1", "i8mm": "max"}
 # x86 instruction sets that this CPU may lack, run with the intrinsics of tests/simd_host
-HOST_ISAS = ["vnni-host", "avx512-host"] if "avx2" in LOCAL_ISAS else []
+HOST_ISAS = ["vnni-host", "avx512-host", "amx-host"] if "avx2" in LOCAL_ISAS else []
 ISAS = [*LOCAL_ISAS, *HOST_ISAS, *EMULATED_ISAS]
 
 
@@ -115,11 +115,12 @@ class Kernels:
         name = "libggml-cpu.so" if isa == "native" else f"libggml-ext-kernels-{isa}.so"
         self.dll = ctypes.CDLL(str(require_built(BUILD, name)))
         self.dll.ggml_ext_cpu_isa.restype = c_char_p
-        self.dll.ggml_ext_cpu_n_tiles.restype = c_int64
         self.dll.ggml_ext_cpu_unpack_block.argtypes = [c_int, c_void_p, c_void_p]
         self.dll.ggml_ext_cpu_unpack_block.restype = c_bool
-        self.dll.ggml_ext_dot_columns.restype = c_bool
-        self.dll.ggml_ext_cpu_tiled_columns.restype = c_int64
+        self.dll.ggml_ext_dot_columns.restype = self.dll.ggml_ext_gemm.restype = c_bool
+        self.dll.ggml_ext_cpu_gemm_columns.restype = c_int64
+        if isa == "native":
+            self.dll.ggml_ext_cpu_n_panels.restype = c_int64
         self.isa = self.dll.ggml_ext_cpu_isa().decode()
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
@@ -155,38 +156,27 @@ class Kernels:
 
     def dot_columns(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
         """Multiply rows uint8 (n_rows, n_blocks, block_bytes) by several columns (n_cols, n_groups) at once: float32 (n_cols, n_rows)."""
+        return self._products(self.dll.ggml_ext_dot_columns, type_name, rows, activations)
+
+    def gemm(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        """Multiply as dot_columns(), with the kernels for many columns."""
+        return self._products(self.dll.ggml_ext_gemm, type_name, rows, activations)
+
+    @staticmethod
+    def _products(function, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
         rows, activations = np.ascontiguousarray(rows), np.ascontiguousarray(activations)
         n_rows, n_blocks, block_bytes = rows.shape
         out = np.full((len(activations), n_rows), np.nan, np.float32)
         addresses = lambda a: (c_void_p * len(a))(*(row.ctypes.data for row in a))  # noqa: E731
-        assert self.dll.ggml_ext_dot_columns(
+        assert function(
             c_int(TYPES[type_name].id), c_int64(TYPES[type_name].block_size * n_blocks), addresses(out), c_void_p(rows.ctypes.data),
             c_size_t(n_blocks * block_bytes), c_int64(n_rows), addresses(activations), c_int(len(activations)))
         return out
 
 
-def tiled_columns(type_name: str) -> int:
-    """Return the smallest number of columns that ggml's tiled GEMM takes (x86 only)."""
-    return kernels("native").dll.ggml_ext_cpu_tiled_columns(TYPES[type_name].id) if "avx" in kernels("native").isa else 1 << 60
-
-
-# The tiled GEMM starts at different sizes on CPUs with and without VNNI. GGML_EXT_LIMITS_OF_VNNI=1 or 0 makes a test build act as
-# either (docs/maintaining/tests.md).
-LIMITS_VARIABLE = "GGML_EXT_LIMITS_OF_VNNI"
-LIMITS_OF_VNNI = ("0", "1") if platform.machine() in ("x86_64", "AMD64") else (None,)
-
-
-def limits_id(value: str | None) -> str:
-    return {"0": "limits-without-vnni", "1": "limits-of-vnni", None: "no-tiles"}[value]
-
-
-@contextlib.contextmanager
-def limits_of_vnni(value: str | None) -> Iterator[None]:
-    """Run the programs started inside this context with the given limits, a value of LIMITS_OF_VNNI."""
-    with pytest.MonkeyPatch.context() as patch:
-        if value is not None:
-            patch.setenv(LIMITS_VARIABLE, value)
-        yield
+def gemm_columns(type_name: str) -> int:
+    """Return the smallest number of columns that the GEMM takes."""
+    return kernels("native").dll.ggml_ext_cpu_gemm_columns(TYPES[type_name].id)
 
 
 def pack_request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:
@@ -224,8 +214,14 @@ class EmulatedKernels:
         return struct.unpack("<f", self._request("v", type_name, len(row), 4, row, activations))[0]
 
     def dot_columns(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        return self._products("c", type_name, rows, activations)
+
+    def gemm(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        return self._products("g", type_name, rows, activations)
+
+    def _products(self, op: str, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
         shape = (len(activations), len(rows))
-        products = self._request("c", type_name, rows.shape[1], 4 * shape[0] * shape[1], np.array(shape[::-1], "<i8"), rows, activations)
+        products = self._request(op, type_name, rows.shape[1], 4 * shape[0] * shape[1], np.array(shape[::-1], "<i8"), rows, activations)
         return np.frombuffer(products, "<f4").reshape(shape)
 
     def dequantize(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
@@ -281,9 +277,11 @@ def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray
         Two float64 (n_cols, n_rows): dequantized weights times quantized activations, and the largest error of a kernel.
 
     All sums inside a block are integers. Per block a kernel rounds five times: the integer converted to float32 (above 2^24: group scales),
-    d_w*d_y, that times the offset, and two accumulations. Reducing the lanes and scaling the result add at most six roundings. Each is at
-    most u = 2^-24 of a partial sum, itself at most M = sum |d_w scale d_y| (|q| + |offset|) |y|. Hence the bound (5 n_blocks + 6) u M.
+    d_w*d_y, that times the offset, and two accumulations; with G scales per block, the GEMM
+    rounds 4 + G times. Reducing the lanes and scaling the result add at most six roundings. Each is at
+    most u = 2^-24 of a partial sum, itself at most M = sum |d_w scale d_y| (|q| + |offset|) |y|. Hence the bound ((4 + G) n_blocks + 6) u M.
     """
+    info = TYPES[type_name]
     n_rows, n_blocks, _ = rows.shape
     s, v, magnitude = (a.reshape(n_rows, n_blocks, -1)
                        for a in unpack_reference(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
@@ -292,7 +290,7 @@ def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray
     y = codes * scales
     exact = y @ flat(s * v).T
     m = np.abs(y) @ flat(np.abs(s) * magnitude).T
-    return exact, (5 * n_blocks + 6) * F32_U * m
+    return exact, ((4 + info.block_size // info.group) * n_blocks + 6) * F32_U * m
 
 
 def random_blocks(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -9,11 +9,11 @@ from helpers.models import ROOT
 
 BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
 N_CHUNKS = 60  # of 256 tokens: the recorded run that tests repeat
-# The same ITQ3_S file gives 12.848 with vec_dot and 12.853 with the tiled GEMM at 60 chunks (Q3_K: 12.625, 12.626): another order of
+# The same ITQ3_S file gives 12.848 with vec_dot and 12.853 with the GEMM at 60 chunks (Q3_K: 12.625, 12.626): another order of
 # float sums changes roundings of activations. The tolerance is five times that, for other instruction sets. IQ3_XXS and ITQ3_S
 # differ by 0.1; a missing rotation or zero point costs whole units.
 PERPLEXITY_TOLERANCE = 0.025
-# Standard deviation of a chunk's mean log-likelihood between vec_dot and the tiled GEMM (60 chunks, ITQ3_S and DITTO3; largest
+# Standard deviation of a chunk's mean log-likelihood between vec_dot and the GEMM (60 chunks, ITQ3_S and DITTO3; largest
 # difference 0.0049, no bias).
 CHUNK_DEVIATION = 0.0018
 

@@ -29,6 +29,14 @@ def test_columns_table_has_a_row_per_type():
     assert [row[1] for row in rows] == ["ITQ3_S", "Q3_K"]
 
 
+def test_peak_table_has_a_row_per_type():
+    command = [sys.executable, ROOT / "scripts" / "tools" / "gemv.py", "--columns", "2,40", "--peak", "--rounds", "1", "--shapes", "64x768",
+               "--copies-mb", "0", "--threads", "1", "--types", "itq3_s,itq3_t64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(" | ")[1] for line in done.stdout.splitlines() if line.startswith("| 64x768 |")] == ["ITQ3_S", "ITQ3_T64"]
+
+
 def test_columns_are_ratios_of_the_least_times(monkeypatch, capsys, lib):
     """With a fake clock: the second round is faster, and n columns take 1 + n times 10 microseconds."""
     calls = []

@@ -1,4 +1,4 @@
-"""CPU kernels of every weight type against exact references: unpack, vec_dot, tiled GEMM, mul_mat_id, get_rows."""
+"""CPU kernels of every weight type against exact references: unpack, vec_dot, GEMM, mul_mat_id, get_rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_kernels_report_their_instruction_set(isa):
 
 
 @pytest.mark.extra_build
-@pytest.mark.parametrize("isa", [isa for isa in ["avx2", "avx512"] if isa in native.LOCAL_ISAS])
+@pytest.mark.parametrize("isa", [isa for isa in ["avx2", "avx512", "amx"] if isa in native.LOCAL_ISAS])
 def test_emulated_intrinsics_equal_native_ones(isa):
     """tests/simd_host emulates intrinsics that this CPU may lack; here it is compared with those it has."""
     done = subprocess.run([native.require_built(native.BUILD, f"ggml-ext-simd-host-{isa}")], capture_output=True, text=True)
@@ -72,11 +72,10 @@ def test_unpack_equals_the_scalar_reference(lib, type_name, isa):
 SUBNORMAL = 8 * 2.0**-150
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("n_cols", [1, 40])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_mul_mat_with_extreme_scales(lib, type_name, tiled):
-    """One column and the tiled GEMM, one block per row."""
-    n_cols = min(native.tiled_columns(type_name), 513) if tiled else 1
+def test_mul_mat_with_extreme_scales(lib, type_name, n_cols):
+    """Dot products and the GEMM, one block per row."""
     rows = corner_blocks(lib, type_name)[:, None]
     x = np.random.default_rng(10).standard_normal((n_cols, TYPES[type_name].block_size)).astype(np.float32)
     with native.Graph() as g:
@@ -87,28 +86,24 @@ def test_mul_mat_with_extreme_scales(lib, type_name, tiled):
 
 
 @pytest.mark.parametrize("type_name", [name for name in TYPE_NAMES if TYPES[name].block_size == 64])
-def test_tiles_with_scales_far_apart(lib, type_name):
-    """A tile of 256 weights has one float scale and an integer for each of its four blocks.
-
-    Scales that are not such multiples of each other take further passes. Rows of 5 to 8 blocks with scales of all magnitudes, one not finite.
-    """
-    n_cols = min(native.tiled_columns(type_name), 128)
+def test_gemm_with_scales_far_apart(lib, type_name):
+    """Each of the four blocks of a panel has its scale. Rows of 5 to 8 blocks with scales of all magnitudes, one not finite."""
     for n_blocks in (5, 6, 7, 8):
         rows = corner_blocks(lib, type_name)[:200]
         rows = np.random.default_rng(n_blocks).permutation(np.concatenate([rows] * n_blocks)).reshape(200, n_blocks, -1)
-        x = np.random.default_rng(12).standard_normal((n_cols, 64 * n_blocks)).astype(np.float32)
+        x = np.random.default_rng(12).standard_normal((20, 64 * n_blocks)).astype(np.float32)
 
         def product():
             with native.Graph() as g:
                 return g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (200, x.shape[1])), g.tensor(F32, x, x.shape),
-                                 shape=(n_cols, 200))
+                                 shape=(20, 200))
 
         exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
         assert (np.abs(product() - exact) <= bound + SUBNORMAL).all()
         for block in range(4):
             for d in (0xF8, 0xFF):  # Inf and NaN
                 rows[3 + block, block, 0] = d
-                assert np.isnan(product()[:, 3 + block]).all(), f"{d:#x} in block {block}"
+                assert not np.isfinite(product()[:, 3 + block]).any(), f"{d:#x} in block {block}"
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -170,10 +165,8 @@ def test_vec_dot_matches_the_reference(lib, type_name, n_blocks, isa):
             f"{rows[worst[1]].tobytes().hex()[:400]}")
 
 
-@pytest.mark.parametrize("isa", ALL_ISAS)
-@pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_vec_dot_does_not_saturate(lib, type_name, isa):
-    """All codes at their largest magnitude and activations of +-127: no sum saturates."""
+def largest_operands(type_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return a row with all codes at their largest magnitude and columns of +-127, with which no sum must saturate."""
     info = TYPES[type_name]
     block = np.full(info.block_bytes, 0xFF, np.uint8)
     block[:4] = np.array([1, 0], np.float16).view(np.uint8)
@@ -185,6 +178,13 @@ def test_vec_dot_does_not_saturate(lib, type_name, isa):
         activations["sum"] = activations["qs"].sum((-3, -1))
     else:
         activations["bsums"] = activations["qs"].reshape(2, 4, 16, 16).sum(-1)
+    return rows, activations
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_vec_dot_does_not_saturate(lib, type_name, isa):
+    rows, activations = largest_operands(type_name)
     exact, bound = dot_reference(lib, type_name, rows, activations)
     actual = np.array([[kernels(isa).vec_dot(type_name, rows[0], a)] for a in activations], np.float64)
     assert (np.abs(actual - exact) <= bound).all(), (actual, exact)
@@ -215,14 +215,41 @@ def test_several_columns_equal_single_columns(lib, type_name, isa):
             assert not wrong.size, f"{type_name} on {isa}, rows of {n}, {n_cols} columns: column {wrong[0][0]}, row {wrong[0][1]}"
 
 
+GEMM_ISAS = [isa for isa in ISAS if isa not in ("scalar", "arm64-scalar", "neon")]  # the others have no GEMM
+
+
+@pytest.mark.parametrize("isa", GEMM_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_gemm_matches_the_reference(lib, type_name, isa):
+    """All instruction sets give the same bits, whatever the other rows and columns are. Panels have 16 or 32 rows; tiles 16 or 32 columns."""
+    for n_rows, n in [*((5, n) for n in row_lengths(type_name, [1, 2])), (33, 512), (70, 256)]:
+        rows = native.random_blocks(lib, type_name, (n_rows, n), n)
+        activations = quantize_activations(isa, type_name, np.random.default_rng(n + 1).standard_normal((50, n)) * np.arange(1, 51)[:, None])
+        exact, bound = dot_reference(lib, type_name, rows, activations)
+        products = kernels(isa).gemm(type_name, rows, activations)
+        assert (np.abs(products - exact) <= bound).all(), f"{np.max(np.abs(products - exact) / bound)} times the bound"
+        assert same_bits(products, kernels(GEMM_ISAS[0]).gemm(type_name, rows, activations))
+        for n_cols in range(1, 51, 1 if n_rows == 5 else 7):
+            assert same_bits(kernels(isa).gemm(type_name, rows[-3:], activations[50 - n_cols :]), products[50 - n_cols :, -3:]), f"{n_cols} columns"
+
+
+@pytest.mark.parametrize("isa", GEMM_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_gemm_does_not_saturate(lib, type_name, isa):
+    """The blocks and activations of test_vec_dot_does_not_saturate()."""
+    rows, activations = largest_operands(type_name)
+    exact, bound = dot_reference(lib, type_name, rows, activations)
+    assert (np.abs(kernels(isa).gemm(type_name, rows, activations) - exact) <= bound).all()
+
+
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
-    """Column counts below the tiled GEMM, here up to 18, give the bits of single columns.
+    """Column counts below the GEMM give the bits of single columns, and those of the GEMM those of each other.
 
-    Two matrices serve two batches each, so that a chunk of columns crosses from one to the other.
+    Two matrices serve two batches each, so that the columns of a matrix are not adjacent.
     """
-    n_max = min(native.tiled_columns(type_name) - 1, 18)
+    n_max = (native.gemm_columns(type_name) - 1) // 2  # two batches per matrix
     n_rows, n = 70, row_lengths(type_name, [3])[-1]
     rows = native.random_blocks(lib, type_name, (2, n_rows, n), 21)
     x = np.random.default_rng(22).standard_normal((4, n_max, n)).astype(np.float32)
@@ -237,13 +264,19 @@ def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
     assert (np.abs(single[3] - exact) <= bound).all()
     for n_cols in range(2, n_max + 1):
         assert same_bits(product(np.ascontiguousarray(x[:, :n_cols])), single[:, :n_cols]), f"{type_name}: {n_cols} columns"
+    x = np.random.default_rng(25).standard_normal((4, 45, n)).astype(np.float32)
+    many = product(x)
+    exact, bound = dot_reference(lib, type_name, rows[1], kernels("native").quantize_for(type_name, x[3]))
+    assert (np.abs(many[3] - exact) <= bound).all()
+    for n_cols in (7, 12, 13, 31, 32):
+        assert same_bits(product(np.ascontiguousarray(x[:, :n_cols])), many[:, :n_cols]), f"{type_name}: {n_cols} columns"
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_id_does_not_depend_on_the_batch(lib, type_name, n_threads):
-    """Experts of 0 to 11 tokens, below the tiled GEMM, give the bits of each token alone."""
-    n_rows, n, n_expert = 70, row_lengths(type_name, [2])[-1], min(native.tiled_columns(type_name), 12)
+    """Experts of 0 to 11 tokens, on average too few for the GEMM, give the bits of each token alone."""
+    n_rows, n, n_expert = 70, row_lengths(type_name, [2])[-1], 12
     experts = native.random_blocks(lib, type_name, (n_expert, n_rows, n), 23)
     rng = np.random.default_rng(24)
     ids = rng.permutation(np.repeat(np.arange(n_expert), np.arange(n_expert))).astype(np.int32)[:, None]
@@ -260,9 +293,9 @@ def test_mul_mat_id_does_not_depend_on_the_batch(lib, type_name, n_threads):
         assert same_bits(together[token : token + 1], product(slice(token, token + 1))), f"{type_name}: token {token}"
 
 
-# Around eight columns, where kernels without tiles change; around microtiles of 16 and windows of 256 of the tiled GEMM. 65 and 130 rows
-# are ragged in both and in mul_mat_id's groups of 64 rows.
-COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 512, 513, 528, 529]
+# Around eight columns, where dot products change; around passes of 6 and 12 and tiles of 16 and 32 columns of the GEMM, and its units of
+# 512. 65 and 130 rows are ragged in panels of 16 and 32.
+COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 31, 33, 257, 512, 513, 529]
 
 
 @pytest.mark.parametrize("n_cols", COLUMNS)
@@ -273,12 +306,12 @@ def test_mul_mat_matches_the_reference(lib, type_name, n_rows, n_blocks, n_cols)
     n = row_lengths(type_name, [n_blocks])[seed % len(row_lengths(type_name, [n_blocks]))]
     rows = native.random_blocks(lib, type_name, (n_rows, n), seed)
     x = np.random.default_rng(seed + 1).standard_normal((n_cols, n)).astype(np.float32)
-    before = kernels("native").dll.ggml_ext_cpu_n_tiles()
+    before = kernels("native").dll.ggml_ext_cpu_n_panels()
     with native.Graph() as g:
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),
                            g.tensor(F32, x, x.shape), shape=(n_cols, n_rows))
-    tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
-    assert tiled == (n_cols >= native.tiled_columns(type_name)), "the wrong path ran"
+    by_gemm = kernels("native").dll.ggml_ext_cpu_n_panels() > before
+    assert by_gemm == (n_cols >= native.gemm_columns(type_name)), "the wrong path ran"
     exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
     assert (np.abs(actual - exact) <= bound).all(), f"{type_name}, seed {seed}: {np.max(np.abs(actual - exact) / bound)} times the bound"
 
@@ -292,12 +325,12 @@ def test_mul_mat_id_matches_the_reference(lib, type_name, n_tokens):
     experts = native.random_blocks(lib, type_name, (n_expert, n_rows, n), n_tokens)
     x = rng.standard_normal((n_tokens, 1, n)).astype(np.float32)
     ids = np.stack([rng.permutation([0, 1, 2, 4])[:n_used] for _ in range(n_tokens)]).astype(np.int32)
-    before = kernels("native").dll.ggml_ext_cpu_n_tiles()
+    before = kernels("native").dll.ggml_ext_cpu_n_panels()
     with native.Graph() as g:
         actual = g.compute("mul_mat_id", g.tensor(TYPES[type_name].id, experts, (n_expert, n_rows, n)),
                            g.tensor(F32, x, x.shape), g.tensor(I32, ids, ids.shape), shape=(n_tokens, n_used, n_rows))
-    tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
-    assert tiled == (np.bincount(ids.ravel()).max() >= native.tiled_columns(type_name)), "the wrong path ran"
+    by_gemm = kernels("native").dll.ggml_ext_cpu_n_panels() > before
+    assert by_gemm == (n_tokens * n_used >= native.gemm_columns(type_name) * min(n_expert, n_tokens * n_used)), "the wrong path ran"
     activations = kernels("native").quantize_for(type_name, x[:, 0])
     for token, used in enumerate(ids):
         for slot, expert in enumerate(used):
@@ -356,7 +389,7 @@ BACKEND_OPS = ("ccq2", "itq3_t64")
 def test_upstream_suite_passes(binary, arguments):
     """ggml's own tests with ggml-ext types in their lists.
 
-    On the CPU, test-backend-ops compares the tiled GEMM, here forced for any number of columns, with the other kernels.
+    On the CPU, test-backend-ops compares the GEMM, here forced for any number of columns, with dot products.
     """
     result = subprocess.run([native.require_built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900,
                             env={**os.environ, "GGML_CPU_TILED_MM_FORCE": "1"})
@@ -368,8 +401,8 @@ def test_upstream_suite_passes(binary, arguments):
     assert "FAIL" not in result.stdout
 
 
-# prints the number of tiles of a product of 48 columns
-COUNT_TILES = """
+# prints the number of panels of a product of 48 columns
+COUNT_PANELS = """
 import numpy as np
 from helpers import native
 from ggml_ext import TYPES
@@ -378,33 +411,22 @@ rows = native.random_blocks(library.load(), "itq3_t", (64, 256), 1)
 x = np.ones((48, 256), np.float32)
 with native.Graph() as g:
     g.compute("mul_mat", g.tensor(TYPES["itq3_t"].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(48, 64))
-print(native.kernels("native").dll.ggml_ext_cpu_n_tiles())
+print(native.kernels("native").dll.ggml_ext_cpu_n_panels())
 """
 
 
-def count_tiles(**env: str) -> tuple[int, str]:
-    """Return the number of tiles and standard error."""
-    done = subprocess.run([sys.executable, "-c", COUNT_TILES], cwd=os.path.dirname(__file__), check=True, capture_output=True, text=True,
+def count_panels(**env: str) -> tuple[int, str]:
+    """Return the number of panels and standard error."""
+    done = subprocess.run([sys.executable, "-c", COUNT_PANELS], cwd=os.path.dirname(__file__), check=True, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env})
     return int(done.stdout), done.stderr
 
 
-@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM needs x86")
-def test_tiled_gemm_starts_earlier_without_vnni(lib):
-    """It takes trellis types from 57 columns on with VNNI, from 33 without; a test build can act as either."""
-    limits = native.LIMITS_VARIABLE
-    assert count_tiles(**{limits: "0"})[0] > 0 == count_tiles(**{limits: "1"})[0]
-    if limits not in os.environ:
-        has_vnni = bool({"avx_vnni", "avx512_vnni"} & native.cpu_flags())
-        assert (count_tiles()[0] == 0) == has_vnni
-
-
-@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM needs x86")
-def test_tiled_gemm_can_be_switched_off(lib):
+@pytest.mark.skipif(not GEMM_ISAS, reason="this instruction set has no GEMM")
+def test_gemm_can_be_switched_off(lib):
     """GGML_CPU_TILED_MM=0 applies to ggml-ext types as to upstream ones; a value that is no number changes nothing, with a warning."""
-    limits = {native.LIMITS_VARIABLE: "0"}
-    assert count_tiles(GGML_CPU_TILED_MM="0", **limits) == (0, "")
-    n_tiles, warning = count_tiles(GGML_CPU_TILED_MM="1", **limits)
-    assert n_tiles > 0 and not warning
+    assert count_panels(GGML_CPU_TILED_MM="0") == (0, "")
+    n_panels, warning = count_panels(GGML_CPU_TILED_MM="1")
+    assert n_panels > 0 and not warning
     for value in ("abc", "", "1x"):
-        assert count_tiles(GGML_CPU_TILED_MM=value, **limits) == (n_tiles, f'GGML_CPU_TILED_MM: got "{value}", needs 0 or 1: taken as 1\n')
+        assert count_panels(GGML_CPU_TILED_MM=value) == (n_panels, f'GGML_CPU_TILED_MM: got "{value}", needs 0 or 1: taken as 1\n')

@@ -40,7 +40,7 @@ def files(tmp_path_factory, model) -> dict[str, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_KIND)
 def test_vec_dot_gives_the_recorded_perplexity(files, name, monkeypatch):
-    """vec_dot without the tiled GEMM on the full graph; test_perplexity_script.py covers the default path."""
+    """vec_dot without the GEMM on the full graph; test_perplexity_script.py covers the default path."""
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
     value = perplexity(files[name], TEXT, n_chunks=N_CHUNKS, threads=1).value
     assert_recorded_perplexity(name, value)
@@ -53,8 +53,7 @@ N_CHUNKS_EMULATED = 4
 @pytest.mark.nightly  # its llama-perplexity takes minutes to build; test_kernels.py covers products of all types under the emulator
 @pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "dotprod"])
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
-def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch):
-    monkeypatch.setenv("GGML_CPU_TILED_MM", "0")  # NEON has no tiled GEMM
+def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(TEXT.read_bytes()[: 16 * 256 * N_CHUNKS_EMULATED])  # the start is enough and saves time; no token has more than 16 bytes
     native = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED).value

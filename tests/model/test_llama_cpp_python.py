@@ -9,14 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ggml_ext import libdir
 from ggml_ext._base.errors import UserError
-from helpers import native
 from helpers.commands import quantize
 from llama_cpp import PIN  # scripts/build/llama_cpp.py, which hides the package of that name here
 from perplexity_run import run_tool
@@ -75,11 +73,10 @@ def quantized(model, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=native.LIMITS_OF_VNNI, ids=native.limits_id)
-def user_output(request, quantized) -> Iterator[dict]:
-    """Run a user's program; other programs of the test have the same limits."""
-    with native.limits_of_vnni(request.param):
-        yield run_with_package(quantized)
+@pytest.fixture(scope="module")
+def user_output(quantized) -> dict:
+    """Run a user's program."""
+    return run_with_package(quantized)
 
 
 def run_user(quantized: Path, **variables) -> dict:

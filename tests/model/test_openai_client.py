@@ -7,7 +7,6 @@ import json
 import gguf
 import pytest
 
-from helpers import native
 from helpers.commands import quantize, tool
 from server import running_server
 
@@ -39,15 +38,15 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module", params=native.LIMITS_OF_VNNI, ids=native.limits_id)
-def client(request, model, tmp_path_factory):
+@pytest.fixture(scope="module")
+def client(model, tmp_path_factory):
     openai = pytest.importorskip("openai")
     tool("llama-server")
     folder = tmp_path_factory.mktemp("client")
     path, template = folder / "model-itq3_s.gguf", folder / "template.jinja"
     quantize(model, path, "--type", "itq3_s")
     template.write_text(TEMPLATE)
-    with native.limits_of_vnni(request.param), running_server(path, "--jinja", "--chat-template-file", template, "--alias", NAME, "-c", 1024, "--parallel", 1, "-t", 1) as url:
+    with running_server(path, "--jinja", "--chat-template-file", template, "--alias", NAME, "-c", 1024, "--parallel", 1, "-t", 1) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0) as client:
             yield client
 

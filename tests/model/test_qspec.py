@@ -29,7 +29,7 @@ from server import running_server
 
 TEXT = ROOT / "data" / "heldout.txt"
 TYPES = ("itq3_s", "itq3_t", "q3_k")
-# The tiled GEMM makes a column's sums depend on the number of columns. Nothing else does: the output matrix is Q6_K (F16 and Q8_0
+# The GEMM makes a column's sums depend on the number of columns. Nothing else does: the output matrix is Q6_K (F16 and Q8_0
 # use tinyBLAS), no type is repacked, flash attention is on, and the cache has fewer than 512 cells (above that single queries
 # split it).
 BATCHES_ALIKE = {"GGML_CPU_TILED_MM": "0"}

@@ -6,6 +6,7 @@
 //   'u'  blocks                                                                   the codes
 //   'v'  blocks, a row of the type's activations                                  one float
 //   'c'  int64 n_rows, n_cols; rows of n_blocks; columns of the type's activations   floats, column by column
+//   'g'  the same, for the GEMM                                                   the same
 //   'd'  blocks                                                                   floats
 //   'q'  floats of as many blocks; type: Q8_KR or Q8_KR64                         the activations
 #include "ggml-ext-cpu.h"
@@ -71,7 +72,8 @@ int main() {
                 memcpy(out.data(), &s, sizeof(s));
                 break;
             }
-            case 'c': {
+            case 'c':
+            case 'g': {
                 int64_t count[2]; // rows, columns
                 memcpy(count, receive(sizeof(count)).data(), sizeof(count));
                 const size_t y_bytes = activation_bytes(block_size == 64, n*block_size);
@@ -83,7 +85,8 @@ int main() {
                     columns.push_back(y.data() + c*y_bytes);
                     products.push_back((float *) out.data() + c*count[0]);
                 }
-                if (!ggml_ext_dot_columns(type, n*block_size, products.data(), x.data(), row_bytes, count[0], columns.data(), (int) count[1])) {
+                const auto multiply = r.op == 'c' ? ggml_ext_dot_columns : ggml_ext_gemm;
+                if (!multiply(type, n*block_size, products.data(), x.data(), row_bytes, count[0], columns.data(), (int) count[1])) {
                     return 1;
                 }
                 break;

@@ -60,11 +60,11 @@ def expected_kernels(variant: str) -> str:
     """Return what ggml_ext_cpu_isa() must return (cpu/simd.h)."""
     sets = VARIANTS[variant]
     if platform.machine() == "aarch64":
-        return "neon+dotprod" if "DOTPROD" in sets else "neon"
+        return "neon+i8mm" if {"DOTPROD", "MATMUL_INT8"} <= sets else "neon+dotprod" if "DOTPROD" in sets else "neon"
     if not {"AVX2", "FMA", "F16C"} <= sets:
         return "scalar"
     if {"AVX512", "AVX512_VBMI", "AVX512_VNNI"} <= sets:
-        return "avx512"
+        return "avx512+amx" if "AMX_INT8" in sets else "avx512"
     return "avx2+vnni" if sets & {"AVX_VNNI", "AVX512_VNNI"} else "avx2"
 
 

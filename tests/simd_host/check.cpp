@@ -87,7 +87,35 @@ static void check_256(__m256i a, char byte) {
     check("_mm256_mask_set1_epi8(a, 1, byte)", ggml_ext::_mm256_mask_set1_epi8(a, 1u, byte), _mm256_blendv_epi8(a, _mm256_set1_epi8(byte), place0));
 }
 
+#if defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// tiles of random bytes, rows at a stride, multiplied and added
+static void check_tiles() {
+    alignas(64) uint8_t config[64] = {1}, a[16*80], b[16*64], sums[2][16*64];
+    for (int i = 0; i < 8; ++i) { config[16 + 2*i] = 64; config[48 + i] = 16; }
+    __asm__ volatile("ldtilecfg %0" :: "m"(config));
+    for (int round = 0; round < 1000; ++round) {
+        for (uint8_t & x : a) { x = (uint8_t) rng(); }
+        for (uint8_t & x : b) { x = (uint8_t) rng(); }
+        ggml_ext::_tile_zero(0); ggml_ext::_tile_loadd(1, a, 80); ggml_ext::_tile_loadd(2, b, 64);
+        ggml_ext::_tile_dpbsud(0, 1, 2); ggml_ext::_tile_dpbsud(0, 2, 1); ggml_ext::_tile_stored(0, sums[0], 64);
+        __asm__ volatile("tilezero %%tmm0\n tileloadd (%0,%1,1), %%tmm1\n tileloadd (%2,%3,1), %%tmm2\n tdpbsud %%tmm2, %%tmm1, %%tmm0\n"
+                         "tdpbsud %%tmm1, %%tmm2, %%tmm0\n tilestored %%tmm0, (%4,%3,1)"
+                         :: "r"(a), "r"((size_t) 80), "r"(b), "r"((size_t) 64), "r"(sums[1]) : "memory");
+        n_wrong["tiles"] += memcmp(sums[0], sums[1], sizeof(sums[0])) != 0;
+    }
+    __asm__ volatile("tilerelease");
+}
+#endif
+
 int main() {
+#if defined(__AMX_INT8__) && defined(__linux__)
+    if (syscall(SYS_arch_prctl, 0x1023, 18) == 0) {
+        check_tiles();
+    }
+#endif
     for (int round = 0; round < 20000; ++round) {
         const bool extremes = round%2;
         const V a = random_vector<V>(extremes), b = random_vector<V>(extremes), c = random_vector<V>(extremes);
@@ -120,6 +148,12 @@ int main() {
         SAME(_mm512_dpwssd_epi32(a, b, c),             _mm256_add_epi32(a, _mm256_madd_epi16(b, c)));
         SAME(_mm512_mul_ps(x, y),                      _mm256_mul_ps(x, y));
         SAME(_mm512_fmadd_ps(x, y, z),                 _mm256_fmadd_ps(x, y, z));
+        SAME(_mm512_fmsub_ps(x, y, z),                 _mm256_fmsub_ps(x, y, z));
+        SAME(_mm512_fnmadd_ps(x, y, z),                _mm256_fnmadd_ps(x, y, z));
+        SAME(_mm512_unpacklo_epi32(a, b),              _mm256_unpacklo_epi32(a, b));
+        SAME(_mm512_unpackhi_epi32(a, b),              _mm256_unpackhi_epi32(a, b));
+        SAME(_mm512_unpacklo_epi64(a, b),              _mm256_unpacklo_epi64(a, b));
+        SAME(_mm512_unpackhi_epi64(a, b),              _mm256_unpackhi_epi64(a, b));
 #if defined(__AVX512VBMI__)
         const __m256i half = random_vector<__m256i>(extremes);
         const __m128i quarter = random_vector<__m128i>(extremes);
@@ -128,6 +162,8 @@ int main() {
         SAME512(_mm512_broadcast_i32x4(quarter));
         SAME512(_mm512_broadcast_i64x4(half));
         SAME512(_mm512_zextsi256_si512(half));
+        SAME512(_mm512_inserti32x4(a, quarter, 0));
+        SAME512(_mm512_inserti32x4(a, quarter, 3));
         SAME512(_mm512_inserti64x4(a, half, 0));
         SAME512(_mm512_inserti64x4(a, half, 1));
         SAME512(_mm512_extracti64x4_epi64(a, 0));

@@ -1,6 +1,6 @@
-// Emulated intrinsics: those of AVX-512 (F, BW, VBMI, VNNI) and AVX-VNNI that ggml_ext/cpu uses, as loops over lanes, so that their
-// kernels run on any CPU with AVX2. Included in place of the compiler's <immintrin.h>. SIMD_HOST_AVX512 or SIMD_HOST_AVXVNNI selects
-// the instruction set that the kernels see.
+// Emulated intrinsics: those of AVX-512 (F, BW, VBMI, VNNI), AVX-VNNI and AMX that ggml_ext/cpu uses, as loops over lanes, so that their
+// kernels run on any CPU with AVX2. Included in place of the compiler's <immintrin.h>. SIMD_HOST_AVX512, with SIMD_HOST_AMX or without,
+// or SIMD_HOST_AVXVNNI selects the instruction set that the kernels see.
 //
 // Kernels are in namespace ggml_ext, where these functions hide the compiler's, so a missing one does not compile. The semantics are
 // those of the Intel Intrinsics Guide; bits that it leaves undefined are UNDEFINED, so that kernels cannot rely on zeros. Vectors may
@@ -31,6 +31,11 @@
 #undef _mm256_mask_set1_epi8
 #undef _mm256_dpbusd_epi32
 #undef _mm256_dpbusd_avx_epi32
+#undef _mm512_inserti32x4
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbsud
 
 namespace ggml_ext {
 
@@ -72,6 +77,7 @@ template <typename V> static inline V _mm256_mask_set1_epi8(V a, uint32_t mask, 
     const lanes<char, V> x = a;
     return make<char, V>([&](int i) { return mask >> i & 1 ? byte : x.lane[i]; });
 }
+static inline __m512i _mm512_set1_epi32(int a)               { return make<int, __m512i>([=](int) { return a; }); }
 template <typename... T> static inline __m512i _mm512_setr_epi32(T... a) {
     static_assert(sizeof...(a) == 16, "one for each lane");
     const int values[] = {a...};
@@ -89,12 +95,20 @@ template <typename T> static inline __m512i _mm512_load_si512(const T * p) {
     return _mm512_loadu_si512(p);
 }
 
+template <typename T> static inline void _mm512_store_si512(T * p, __m512i v) {
+    if ((uintptr_t) p%sizeof(__m512i)) { __builtin_trap(); }
+    memcpy((void *) p, &v, sizeof(v));
+}
+static inline __m512 _mm512_load_ps(const float * p)         { return resize<__m512>(_mm512_load_si512(p), 0); }
+static inline void   _mm512_store_ps(float * p, __m512 v)    { _mm512_store_si512(p, resize<__m512i>(v, 0)); }
+
 static inline __m512i _mm512_castps_si512(__m512 a)       { return resize<__m512i>(a, 0); }
 static inline __m512  _mm512_castsi512_ps(__m512i a)      { return resize<__m512>(a, 0); }
 static inline __m512d _mm512_castps_pd(__m512 a)          { return resize<__m512d>(a, 0); }
 static inline __m256i _mm512_castsi512_si256(__m512i a)   { return resize<__m256i>(a, 0); }
 static inline __m256  _mm512_castps512_ps256(__m512 a)    { return resize<__m256>(a, 0); }
 static inline __m512i _mm512_castsi256_si512(__m256i a)   { return resize<__m512i>(a, UNDEFINED); }
+static inline __m512i _mm512_castsi128_si512(__m128i a)   { return resize<__m512i>(a, UNDEFINED); }
 static inline __m512  _mm512_castps128_ps512(__m128 a)    { return resize<__m512>(a, UNDEFINED); }
 static inline __m512i _mm512_zextsi256_si512(__m256i a)   { return resize<__m512i>(a, 0); }
 static inline __m512  _mm512_zextps256_ps512(__m256 a)    { return resize<__m512>(a, 0); }
@@ -103,6 +117,10 @@ static inline __m512  _mm512_zextps256_ps512(__m256 a)    { return resize<__m512
 
 static inline __m512i _mm512_inserti64x4(__m512i a, __m256i b, int imm) {
     memcpy((char *) &a + 32*(imm & 1), &b, sizeof(b));
+    return a;
+}
+static inline __m512i _mm512_inserti32x4(__m512i a, __m128i b, int imm) {
+    memcpy((char *) &a + 16*(imm & 3), &b, sizeof(b));
     return a;
 }
 static inline __m256i _mm512_extracti64x4_epi64(__m512i a, int imm) {
@@ -143,6 +161,20 @@ template <typename V> static inline V _mm512_permutex2var_epi8(V a, V index, V b
         return idx.lane[i] & l.n ? h.lane[k] : l.lane[k];
     });
 }
+
+// per 16 bytes: the lanes of the first or the second half of a and b in turns
+template <typename T, typename V> static inline V unpack(V a, V b, int half) {
+    constexpr int n = 16/sizeof(T);
+    const lanes<T, V> x = a, y = b;
+    return make<T, V>([&](int i) {
+        const int from = i/n*n + i%n/2 + half*n/2;
+        return i%2 ? y.lane[from] : x.lane[from];
+    });
+}
+template <typename V> static inline V _mm512_unpacklo_epi32(V a, V b) { return unpack<uint32_t>(a, b, 0); }
+template <typename V> static inline V _mm512_unpackhi_epi32(V a, V b) { return unpack<uint32_t>(a, b, 1); }
+template <typename V> static inline V _mm512_unpacklo_epi64(V a, V b) { return unpack<uint64_t>(a, b, 0); }
+template <typename V> static inline V _mm512_unpackhi_epi64(V a, V b) { return unpack<uint64_t>(a, b, 1); }
 
 // per 16 bytes; zero if the top bit of the index is set
 template <typename V> static inline V _mm512_shuffle_epi8(V a, V index) {
@@ -239,13 +271,55 @@ template <typename V> static inline V _mm512_fmadd_ps(V a, V b, V c) {
     const lanes<float, V> x = a, y = b, z = c;
     return make<float, V>([&](int i) { return std::fma(x.lane[i], y.lane[i], z.lane[i]); });
 }
+template <typename V> static inline V _mm512_fmsub_ps(V a, V b, V c) {
+    const lanes<float, V> x = a, y = b, z = c;
+    return make<float, V>([&](int i) { return std::fma(x.lane[i], y.lane[i], -z.lane[i]); });
+}
+template <typename V> static inline V _mm512_fnmadd_ps(V a, V b, V c) {
+    const lanes<float, V> x = a, y = b, z = c;
+    return make<float, V>([&](int i) { return std::fma(-x.lane[i], y.lane[i], z.lane[i]); });
+}
 template <typename V = __m512, typename VI> static inline V _mm512_cvtepi32_ps(VI a) {
     const lanes<int32_t, VI> x = a;
     return make<float, V>([&](int i) { return (float) x.lane[i]; });
 }
 
+// --- AMX: eight tiles of 16 rows of 64 bytes, which is how kernels configure them ---
+
+struct tile { uint8_t row[16][64]; };
+static tile & tile_register(int i) {
+    static thread_local tile tiles[8];
+    return tiles[i];
+}
+static inline void _tile_zero(int i) { tile_register(i) = tile{}; }
+static inline void _tile_loadd(int i, const void * p, size_t stride) {
+    for (int r = 0; r < 16; ++r) { memcpy(tile_register(i).row[r], (const char *) p + r*stride, 64); }
+}
+static inline void _tile_stored(int i, void * p, size_t stride) {
+    for (int r = 0; r < 16; ++r) { memcpy((char *) p + r*stride, tile_register(i).row[r], 64); }
+}
+// sums of signed times unsigned bytes: dword n of row m gets row m of a times dwords n of all rows of b
+static inline void _tile_dpbsud(int out, int a, int b) {
+    for (int m = 0; m < 16; ++m) {
+        for (int n = 0; n < 16; ++n) {
+            int32_t sum;
+            memcpy(&sum, tile_register(out).row[m] + 4*n, 4);
+            for (int k = 0; k < 64; ++k) {
+                sum += (int8_t) tile_register(a).row[m][k]*tile_register(b).row[k/4][4*n + k%4];
+            }
+            memcpy(tile_register(out).row[m] + 4*n, &sum, 4);
+        }
+    }
+}
+
 } // namespace ggml_ext
 
+#if defined(SIMD_HOST_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define __AMX_INT8__ 1
+#define syscall(...) 0 // Linux grants the tiles
+#endif
 #if defined(SIMD_HOST_AVX512)
 #define __AVX512BW__ 1
 #define __AVX512VL__ 1

@@ -1,6 +1,10 @@
 // AVX-512 with VBMI and VNNI, on top of avx2.h: u8x64 in one register. Included by simd.h inside namespace ggml_ext.
 
+#if defined(__AMX_INT8__)
+#define GGML_EXT_ISA "avx512+amx" // the GEMM
+#else
 #define GGML_EXT_ISA "avx512"
+#endif
 
 struct u8x64 { __m512i v; };
 

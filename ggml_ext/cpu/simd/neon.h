@@ -1,6 +1,8 @@
 // NEON of 64-bit ARM, with dot product instructions if enabled. Included by simd.h inside namespace ggml_ext.
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define GGML_EXT_ISA "neon+i8mm" // the GEMM
+#elif defined(__ARM_FEATURE_DOTPROD)
 #define GGML_EXT_ISA "neon+dotprod"
 #else
 #define GGML_EXT_ISA "neon"

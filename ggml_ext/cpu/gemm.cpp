@@ -1,0 +1,233 @@
+// The GEMM's functions for each type. gemm/ has for an instruction set:
+//
+//   transpose16(codes, at)     write dword t of 16 rows of 64 codes to the 64 bytes at(t), in the order of multiply_columns()
+//   COLUMNS_PER_PASS           columns for which the sums stay in registers
+//   multiply_columns<S, OFFSETS, C>(weights, y, products)    C columns with one panel; S scales per 256 weights
+//   multiply_panels_amx<S, OFFSETS>(...)                     as multiply_panels(), if uses_amx()
+#include "gemm.h"
+#include "ggml-ext-cpu.h"
+#include "all.h"
+
+#include <chrono>
+#include <vector>
+
+#if defined(GGML_EXT_GEMM)
+#if defined(GGML_EXT_AVX512)
+#include "gemm/avx512.h"
+#if defined(__AMX_INT8__)
+#include "gemm/amx.h"
+#endif
+#elif defined(GGML_EXT_AVX2)
+#include "gemm/avx2.h"
+#else
+#include "gemm/neon.h"
+#endif
+
+namespace ggml_ext {
+
+// Scales of 256 weights.
+template <typename B> constexpr int n_panel_scales = has_scales<B> ? traits<B>::n_groups : group_blocks<B>;
+
+// Whether each block has its own offset.
+template <typename B> constexpr bool has_offsets = std::is_member_object_pointer_v<decltype(&unpacker<B>::offset)>;
+
+// Position of dword t of the codes of groups G and G + 4 in a panel. Codes under one scale are contiguous.
+template <typename B> constexpr int panel_dword(int G, int t) {
+    // four blocks have two dwords each in a group
+    return group_blocks<B> == 1 ? 16*G + t : 16*(t%8/2) + 4*G + 2*(t/8) + t%2;
+}
+
+template <int S, bool OFFSETS, int... C>
+static inline void multiply_columns(const weight_panel & w, const column_panel & y, int n_columns, float * products,
+                                    std::integer_sequence<int, C...>) {
+    (void) ((n_columns == C + 1 && (multiply_columns<S, OFFSETS, C + 1>(w, y, products), true)) || ...);
+}
+
+template <int S, bool OFFSETS>
+static void multiply_panels(const weight_panel * weights, int n_panels, const column_panel & y, int n_columns, float * products) {
+    const int n_passes = (n_columns + COLUMNS_PER_PASS - 1)/COLUMNS_PER_PASS;
+    for (int pass = 0; pass < n_passes; ++pass) {
+        const int first = n_columns*pass/n_passes, end = n_columns*(pass + 1)/n_passes;
+        for (int i = 0; i < n_panels; ++i) {
+            multiply_columns<S, OFFSETS>(weights[i], y.from(first), end - first, products + (i*n_columns + first)*PANEL_ROWS,
+                                         std::make_integer_sequence<int, COLUMNS_PER_PASS>());
+        }
+    }
+}
+
+// Call f(G, codes) with 64 codes for G = 0 .. 3: groups G and G + 4, or with four scales per block the weights under scale G.
+template <typename B, typename F, int... G>
+static inline void each_64(const unpacker<B> & u, F f, std::integer_sequence<int, G...>) {
+    if constexpr (has_scales<B>) {
+        (f(G, join(u.template group<2*G>(), u.template group<2*G + 1>())), ...);
+    } else {
+        (f(G, u.template groups<G>()), ...);
+    }
+}
+
+// Scale s of the codes.
+template <typename B> static inline float panel_scale(const unpacker<B> & u, int s) {
+    if constexpr (has_scales<B>) {
+        return u.d*(float) u.scale(s);
+    } else if constexpr (group_blocks<B> > 1) {
+        float d[GGML_EXT_GROUP_BLOCKS];
+        store4(d, u.d);
+        return d[s];
+    } else {
+        return u.d;
+    }
+}
+
+template <typename B> static void pack_rows(const char * rows, size_t stride, int n_rows, int64_t n_blocks, weight_panel & panel) {
+    alignas(64) uint8_t codes[4][16][64];
+    for (int r0 = 0; r0 < PANEL_ROWS; r0 += 16) {
+        for (int r = 0; r < 16; ++r) {
+            const B * row = (const B *) (rows + std::min(r0 + r, n_rows - 1)*stride);
+            prefetch((const char *) (row + group_blocks<B>), group_blocks<B>*sizeof(B));
+            const unpacker<B> u = load_blocks(row, n_blocks);
+            each_64(u, [&](int G, u8x64 q) {
+                store(codes[G][r], low_half(q));
+                store(codes[G][r] + 32, high_half(q));
+            }, std::make_integer_sequence<int, 4>());
+            for (int s = 0; s < n_panel_scales<B>; ++s) { panel.d[s][r0 + r] = panel_scale(u, s); }
+            if constexpr (has_offsets<B>) { panel.offset[r0 + r] = u.offset; }
+        }
+        for (int G = 0; G < 4; ++G) {
+            transpose16(codes[G], [&](int t) { return panel.codes[panel_dword<B>(G, t)][r0]; });
+        }
+    }
+}
+
+// The factor of a column's sums.
+template <typename B> static inline float sum_factor() {
+    if constexpr (has_offsets<B>) {
+        return 1.0f;
+    } else {
+        return unpacker<B>::offset;
+    }
+}
+
+template <typename B> static void pack_column(const block_q8_K & y, const column_panel & out) {
+    constexpr int S = n_panel_scales<B>;
+    column_block column;
+    load_column<B>(y, column);
+    memcpy(out.codes, column.qs, QK_K);
+    *out.d = y.d;
+    for (int s = 0; s < S; ++s) {
+        int sum = 0;
+        for (int i = 0; i < 16/S; ++i) { sum += y.bsums[16/S*s + i]; }
+        out.sums[s*out.stride] = y.d*(sum_factor<B>()*(float) sum);
+    }
+}
+template <typename B> static void pack_column(const block_q8_kr64 & y, const column_panel & out) {
+    for (int G = 0; G < 4; ++G) {
+        for (int t = 0; t < 16; t += 2) { memcpy(out.codes + 4*panel_dword<B>(G, t), y.qs + 64*G + 4*t, 8); }
+    }
+    *out.d = y.d[0];
+    for (int s = 0; s < GGML_EXT_GROUP_BLOCKS; ++s) { out.sums[s*out.stride] = y.d[s]*(sum_factor<B>()*y.sum[s]); }
+}
+
+template <typename B> static constexpr int64_t gemm_columns() {
+    return group_blocks<B> > 1 ? 13 : 9;
+}
+
+template <typename B> static gemm_functions functions_of() {
+    constexpr int S = n_panel_scales<B>;
+    gemm_functions f = {S, gemm_columns<B>(), pack_rows<B>,
+                        [](const void * y, const column_panel & out) { pack_column<B>(*(const activation_block<B> *) y, out); },
+                        multiply_panels<S, has_offsets<B>>};
+#if defined(__AMX_INT8__)
+    if (uses_amx()) {
+        f.multiply = multiply_panels_amx<S, has_offsets<B>>;
+    }
+#endif
+    return f;
+}
+
+const gemm_functions * gemm_of(ggml_type type) {
+    switch ((int) type) {
+#define X(NAME, name) case GGML_TYPE_##NAME: { static const gemm_functions f = functions_of<block_##name>(); return &f; }
+        GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+        default: return nullptr;
+    }
+}
+
+gemm_scope::gemm_scope() {
+#if defined(__AMX_INT8__)
+    configure_tiles(previous);
+#endif
+}
+
+gemm_scope::~gemm_scope() {
+#if defined(__AMX_INT8__)
+    restore_tiles(previous);
+#endif
+}
+
+} // namespace ggml_ext
+
+using namespace ggml_ext;
+
+int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
+    const gemm_functions * f = gemm_of(type);
+    return f ? f->min_columns : INT64_MAX;
+}
+
+#ifdef GGML_EXT_TESTS
+double ggml_ext_cpu_peak(void) {
+    double best = 0;
+#if defined(GGML_EXT_AVX2)
+    auto multiply = multiply_registers;
+#if defined(__AMX_INT8__)
+    multiply = uses_amx() ? multiply_registers_amx : multiply;
+#endif
+    const gemm_scope scope;
+    for (int round = 0; round < 20; ++round) {
+        const auto    start = std::chrono::steady_clock::now();
+        const int64_t n     = multiply(1 << 16);
+        best = std::max(best, n/std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+#endif
+    return best;
+}
+
+bool ggml_ext_gemm(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride, int64_t n_rows, const void * const * y,
+                   int n_cols) {
+    const gemm_functions * f = gemm_of(type);
+    const int64_t block = ggml_blck_size(type), n_columns = n_cols + 15;
+    const size_t  y_bytes = block == QK_K ? sizeof(block_q8_K) : sizeof(block_q8_kr64), x_bytes = ggml_row_size(type, QK_K);
+    std::vector<float> products(n_rows*n_cols);
+    struct alignas(64) line { char bytes[64]; };
+    std::vector<line> codes(n_columns*QK_K/64), sums(PANEL_ROWS*n_cols*sizeof(float)/64 + 1);
+    std::vector<float> d(n_columns), column_sums(n_columns*MAX_PANEL_SCALES);
+    weight_panel panel;
+    const gemm_scope scope;
+    for (int64_t row = 0; row < n_rows; row += PANEL_ROWS) {
+        float * out = (float *) sums.data();
+        std::fill_n(out, PANEL_ROWS*n_cols, 0.0f);
+        for (int64_t b = 0; b*QK_K < n; ++b) {
+            const column_panel columns = {(int8_t *) codes.data(), d.data(), column_sums.data(), n_columns};
+            for (int c = 0; c < n_cols; ++c) { f->pack_column((const char *) y[c] + b*y_bytes, columns.from(c)); }
+            f->pack_rows((const char *) x + row*stride + b*x_bytes, stride, (int) std::min<int64_t>(PANEL_ROWS, n_rows - row), n/block - b*QK_K/block, panel);
+            f->multiply(&panel, 1, columns, n_cols, out);
+        }
+        for (int c = 0; c < n_cols; ++c) {
+            std::copy_n(out + c*PANEL_ROWS, std::min<int64_t>(PANEL_ROWS, n_rows - row), s[c] + row);
+        }
+    }
+    return true;
+}
+#endif
+#else
+int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
+    GGML_UNUSED(type);
+    return INT64_MAX;
+}
+
+#ifdef GGML_EXT_TESTS
+bool ggml_ext_gemm(enum ggml_type, int64_t, float * const *, const void *, size_t, int64_t, const void * const *, int) {
+    return false;
+}
+#endif
+#endif
