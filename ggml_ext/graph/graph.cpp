@@ -12,6 +12,7 @@
 
 #include "column-scales.h"
 #include "llama-graph-cut.h"
+#include "views.h"
 
 #include "ggml-backend.h"
 #include "llama.h"
@@ -29,23 +30,14 @@
 
 namespace {
 
-const ggml_tensor * skip_views(const ggml_tensor * t) {
-    while (t && (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE)) {
-        t = t->src[0];
-    }
-    return t;
-}
-
-bool is_view(const ggml_tensor * t) { return skip_views(t) != t; }
-
 struct tensor_uses {
     std::set<std::pair<std::string, std::string>> entries;
 
     void read(ggml_cgraph * graph) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
-            for (int s = 0; s < GGML_MAX_SRC && !is_view(node); ++s) {
-                const ggml_tensor * source = node->src[s], * leaf = skip_views(source);
+            for (int s = 0; s < GGML_MAX_SRC && !ggml_ext::is_view(node); ++s) {
+                const ggml_tensor * source = node->src[s], * leaf = ggml_ext::skip_views(source);
                 if (leaf && leaf->op == GGML_OP_NONE) {
                     entries.emplace(leaf->name, describe(node, s, leaf == source));
                 }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "../graph/views.h"
 #include "ggml-backend.h"
 #include "ggml-impl.h"
 
@@ -67,21 +68,19 @@ bool layered_graph::read(ggml_cgraph * source, int n_layers) {
 bool layered_graph::check() {
     for (int k = 0; k < (int) layers_.size(); ++k) {
         std::set<int> indices;
-        if (!collect_nodes(k, nodes(k), 0, indices)) {
+        if (!collect_nodes(k, find_boundary(k, 0), nodes(k), indices)) {
             return false;
         }
     }
     return true;
 }
 
-// Collect the nodes that compute the targets, of layer k, from boundary(k, g): the open nodes up to the last target, the targets, and what
-// both need, also of nodes before the layer.
-bool layered_graph::collect_nodes(int k, const std::vector<ggml_tensor *> & targets, int g, std::set<int> & nodes) {
-    const layer &    info     = layers_[k];
-    const auto       open     = find_open_nodes(k, g);
-    const auto       values   = boundary(k, g);
-    const auto       is_known = [&](const ggml_tensor * t) {
-        return t == info.start || std::find(values.begin(), values.end(), t) != values.end();
+// Collect the nodes that compute the targets, of layer k, from a boundary: the open nodes up to the last target, the targets, and what both
+// need, also of nodes before the layer.
+bool layered_graph::collect_nodes(int k, const boundary & start, const std::vector<ggml_tensor *> & targets, std::set<int> & nodes) {
+    const layer & info     = layers_[k];
+    const auto    is_known = [&](const ggml_tensor * t) {
+        return t == info.start || std::find(start.values.begin(), start.values.end(), t) != start.values.end();
     };
     int last = 0;
     for (const ggml_tensor * t : targets) {
@@ -91,7 +90,7 @@ bool layered_graph::collect_nodes(int k, const std::vector<ggml_tensor *> & targ
     for (int i = info.first; i < last; ++i) {
         const ggml_tensor * node      = graph->nodes[i];
         const bool          is_target = std::find(targets.begin(), targets.end(), node) != targets.end();
-        if (open.count(node) || (is_target && !is_known(node))) {
+        if (start.open.count(node) || (is_target && !is_known(node))) {
             nodes.insert(i);
             pending.push_back(i);
         }
@@ -210,18 +209,9 @@ void copy_rows(const ggml_tensor * t, void * dst) {
     }
 }
 
-static bool is_view(const ggml_tensor * t) {
-    return t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
-}
-
 // The tensor whose memory a tensor is in.
 static const ggml_tensor * find_memory(const ggml_tensor * t) {
     return t->view_src ? find_memory(t->view_src) : t;
-}
-
-// Follow views to the tensor that computes the value.
-const ggml_tensor * layered_graph::find_value(const ggml_tensor * t) const {
-    return is_view(t) ? find_value(t->src[0]) : t;
 }
 
 // The position after the last input and residual of groups 0 .. g. The first product of group g is behind it.
@@ -237,8 +227,8 @@ int layered_graph::end_of_inputs(int k, int g) const {
     return last + 1;
 }
 
-// Find the nodes of layer k to compute once the inputs of group g are known: all nodes behind the inputs, and earlier nodes that share written
-// memory, such as a cache, with them. Only the order of nodes, no edge, puts the write before the read.
+// Find the nodes of layer k that remain to be computed when the inputs of group g are known. These are all nodes behind the inputs, and earlier
+// nodes that share written memory, such as a cache, with them: only the order of nodes, no edge, puts the write before the read.
 std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const {
     const layer & info = layers_[k];
     const int     end  = g == 0 ? info.first : end_of_inputs(k, g);
@@ -270,21 +260,22 @@ std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const
     return open;
 }
 
-std::vector<ggml_tensor *> layered_graph::boundary(int k, int g) const {
+boundary layered_graph::find_boundary(int k, int g) const {
     const layer & info = layers_[k];
+    boundary      result;
+    result.open = find_open_nodes(k, g);
     if (g == 0) {
-        return {};
+        return result;
     }
-    const auto    open = find_open_nodes(k, g);
     std::set<int> known;
     const auto    add = [&](const ggml_tensor * t) {
-        const ggml_tensor * value = t ? find_value(t) : nullptr;
-        const int           i     = value ? position(value) : -1;
-        if (i >= info.first && value != info.start && !open.count(value)) {
+        const ggml_tensor * value = skip_views(t);
+        const int           i     = position(value);
+        if (i >= info.first && value != info.start && !result.open.count(value)) {
             known.insert(i);
         }
     };
-    for (const ggml_tensor * node : open) {
+    for (const ggml_tensor * node : result.open) {
         std::for_each(node->src, node->src + GGML_MAX_SRC, add);
     }
     for (size_t i = g; i < info.groups.size(); ++i) { // what is asked of these groups; its users may be others
@@ -294,9 +285,8 @@ std::vector<ggml_tensor *> layered_graph::boundary(int k, int g) const {
             add(p.residual);
         }
     }
-    std::vector<ggml_tensor *> values;
-    std::transform(known.begin(), known.end(), std::back_inserter(values), [&](int i) { return graph->nodes[i]; });
-    return values;
+    std::transform(known.begin(), known.end(), std::back_inserter(result.values), [&](int i) { return graph->nodes[i]; });
+    return result;
 }
 
 void layered_graph::make_input(ggml_tensor * t) {
@@ -311,12 +301,12 @@ std::pair<int, int> layered_graph::size() const {
     return { graph->n_nodes, graph->n_leafs };
 }
 
-bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights, int g) {
+bool layered_graph::cut(int k, const boundary & start, const std::vector<ggml_tensor *> & targets,
+                        const std::map<std::string, ggml_tensor *> & weights) {
     std::set<int> nodes;
-    if (k >= 0 && !collect_nodes(k, targets, g, nodes)) {
+    if (k >= 0 && !collect_nodes(k, start, targets, nodes)) {
         return false;
     }
-    const auto values = k >= 0 ? boundary(k, g) : std::vector<ggml_tensor *>();
     std::for_each(targets.begin(), targets.end(), keep_value);
     int n = 0;
     for (const int i : nodes) {
@@ -334,9 +324,9 @@ bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const
             ggml_set_input(graph->leafs[i]);
         }
     }
-    std::for_each(values.begin(), values.end(), [this](ggml_tensor * t) { make_input(t); });
-    if (ggml_tensor * start = k > 0 ? layers_[k].start : nullptr) {
-        make_input(start);
+    std::for_each(start.values.begin(), start.values.end(), [this](ggml_tensor * t) { make_input(t); });
+    if (ggml_tensor * input = k > 0 ? layers_[k].start : nullptr) {
+        make_input(input);
     }
     return true;
 }

@@ -49,6 +49,12 @@ struct layer {
     std::vector<group> groups;
 };
 
+// The state of a layer when the inputs of a group of products are known.
+struct boundary {
+    std::set<const ggml_tensor *> open;   // nodes to compute: all behind the inputs, and some before them
+    std::vector<ggml_tensor *>    values; // what this needs besides the layer's input; a view is represented by the tensor that it views
+};
+
 class layered_graph {
 public:
     // Split a graph into n_layers layers, plus one for what follows them, the output matrix. Groups stay empty. Return false, with
@@ -67,29 +73,26 @@ public:
     // The matrices that the first layer looks rows up in: token embeddings.
     std::vector<const ggml_tensor *> embeddings() const;
 
-    // The tensors from which everything behind the inputs of group g of layer k can be computed, besides the layer's input. A view is
-    // represented by the tensor that it views. Empty for group 0.
-    std::vector<ggml_tensor *> boundary(int k, int g) const;
+    // Find the boundary at the inputs of group g of layer k. Group 0: at the layer's input, where all nodes are open and no value is needed.
+    boundary find_boundary(int k, int g) const;
 
     // The number of nodes and of leafs that remain after cut().
     std::pair<int, int> size() const;
 
-    // Add an input that nothing uses.
-    void add_leaf(ggml_tensor * t) { make_input(t); }
+    // Make a tensor an input of the graph.
+    void make_input(ggml_tensor * t);
 
     // The nodes of layer k, in the order of the original graph.
     std::vector<ggml_tensor *> nodes(int k) const;
 
-    // Reduce the graph to what `targets`, tensors of layer k, need, and make the layer's input an input of the graph. weights: by name,
-    // replacing the model's own. g: make boundary(k, g) inputs too. k < 0: remove all nodes.
-    bool cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights, int g = 0);
+    // Reduce the graph to what `targets`, tensors of layer k, need. Make the layer's input and the values of `start` inputs of the graph.
+    // weights: by name, replacing the model's own. k < 0: remove all nodes.
+    bool cut(int k, const boundary & start, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights);
 
 private:
     int  end_of_inputs(int k, int g) const;
     std::set<const ggml_tensor *> find_open_nodes(int k, int g) const;
-    const ggml_tensor * find_value(const ggml_tensor * t) const;
-    void make_input(ggml_tensor * t);
-    bool collect_nodes(int k, const std::vector<ggml_tensor *> & targets, int g, std::set<int> & nodes);
+    bool collect_nodes(int k, const boundary & start, const std::vector<ggml_tensor *> & targets, std::set<int> & nodes);
     void find_residual(product & p, const layer & info, const ggml_tensor * x);
     int  position(const ggml_tensor * t) const;
     bool refuse(const char * format, ...);

@@ -89,7 +89,6 @@ int stream_pair::find_group(const std::string & weight) const {
 void stream_pair::run_layer(int chunk, int model, int end_group) {
     layer_input = stream_data(model, chunk);
     run_purpose = purpose::layer;
-    this->end_group = end_group;
     start_group = kept_group[model][chunk] < end_group ? kept_group[model][chunk] : 0;
     compute(chunk, model);
 }
@@ -129,7 +128,7 @@ std::function<void()> stream_pair::edit_graph(ggml_cgraph * graph) {
         read_description();
     }
     if (model == NONE || !error.empty()) {
-        parts.cut(-1, {}, {});
+        parts.cut(-1, {}, {}, {});
         return [] {};
     }
     parts.find_groups(layer);
@@ -153,9 +152,9 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     const ggml_ext::layer & current = parts.layers()[layer];
     const auto nodes = parts.nodes(layer);
     const bool differentiates = run_purpose == purpose::gradients;
-    start_group  = differentiates ? 0 : start_group;
-    start_values = parts.boundary(layer, start_group);
-    if (!parts.cut(layer, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights, start_group)) {
+    const auto start = parts.find_boundary(layer, differentiates ? 0 : start_group);
+    start_values     = start.values;
+    if (!parts.cut(layer, start, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights)) {
         error = parts.error();
     } else if (differentiates) {
         back = {};
@@ -166,9 +165,9 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
         back.append(graph);
     }
     separate_plans();
-    return [this, start = current.start, differentiates] {
-        if (start) {
-            ggml_backend_tensor_set(start, layer_input, 0, chunk_bytes);
+    return [this, input = current.start, differentiates] {
+        if (input) {
+            ggml_backend_tensor_set(input, layer_input, 0, chunk_bytes);
         }
         set_kept_values();
         if (differentiates) {
@@ -177,18 +176,14 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     };
 }
 
-// Make ggml plan the memory of a graph anew if the graph before has other tensors. It plans anew only if the number of nodes or leafs or a
-// size differs, but the plan also depends on which values are kept: a plan for other targets would overwrite them.
+// Make ggml plan the memory of each graph separately. It reuses the plan of the last graph if both have as many nodes and leafs, of the same
+// sizes. But a plan also depends on the targets: one for other targets would overwrite them. An input that nothing uses makes the difference.
 void stream_pair::separate_plans() {
-    std::vector<int> key  = { (int) run_purpose, layer, start_group, end_group, end_values.empty() };
-    auto             size = parts.size();
-    if (key != run_key && size == run_size) {
+    if (parts.size() == run_size) {
         unused.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
-        parts.add_leaf(ggml_new_tensor_1d(unused.get(), GGML_TYPE_F32, 1));
-        size = parts.size();
+        parts.make_input(ggml_new_tensor_1d(unused.get(), GGML_TYPE_F32, 1));
     }
-    run_key  = key;
-    run_size = size;
+    run_size = parts.size();
 }
 
 static size_t count_bytes(const std::vector<ggml_tensor *> & tensors) {
@@ -212,7 +207,7 @@ void stream_pair::read_description() {
         description.push_back(groups);
         const int n_groups = (int) groups.size();
         for (int g = 1; g < n_groups; ++g) {
-            const size_t n_bytes = count_bytes(parts.boundary(k, g));
+            const size_t n_bytes = count_bytes(parts.find_boundary(k, g).values);
             kept_bytes[QUANTIZED] = std::max(kept_bytes[QUANTIZED], n_bytes);
             if (g < n_groups - 1) { // at the last group, the original model advances to the layer's output
                 kept_bytes[ORIGINAL] = std::max(kept_bytes[ORIGINAL], n_bytes);
@@ -260,7 +255,7 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
     for (int model : { ORIGINAL, QUANTIZED }) {
         const bool advances = advance_original && model == ORIGINAL && parts.layers()[layer].end;
         select_targets = [&](const ggml_ext::layer & l) {
-            end_values   = advances ? std::vector<ggml_tensor *>() : parts.boundary(layer, group);
+            end_values   = advances ? std::vector<ggml_tensor *>() : parts.find_boundary(layer, group).values;
             auto targets = advances ? std::vector<ggml_tensor *>{ l.end } : end_values;
             each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
             return targets;

@@ -85,9 +85,7 @@ private:
     const void *             layer_input = nullptr;
     int                      chunk = 0;       // of the run
     int                      start_group = 0; // at whose inputs the run begins; group 0: at the layer's input
-    int                      end_group = 0;   // up to whose inputs it goes
-    std::vector<int>         run_key;         // what the graph of the run depends on
-    std::pair<int, int>      run_size;        // of that graph
+    std::pair<int, int>      run_size;        // of its graph
     ggml_context_ptr         unused;          // owns an input that nothing uses
     bool                     is_original_ahead = false; // at the layer's output already, for all chunks
     int64_t                  n_embd = 0;

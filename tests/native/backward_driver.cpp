@@ -63,7 +63,7 @@ struct probe {
         for (const auto & g : current.groups) {
             targets.push_back(g.x);
         }
-        if (!parts.cut(layer, targets, {})) {
+        if (!parts.cut(layer, parts.find_boundary(layer, 0), targets, {})) {
             throw std::runtime_error(parts.error());
         }
         if (differentiates) {
@@ -216,7 +216,7 @@ static void print_boundary() {
         throw std::runtime_error(parts.error());
     }
     parts.find_groups(0);
-    for (const ggml_tensor * t : parts.boundary(0, 1)) {
+    for (const ggml_tensor * t : parts.find_boundary(0, 1).values) {
         printf("%s\n", t->name);
     }
 }
