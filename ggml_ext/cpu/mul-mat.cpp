@@ -25,9 +25,10 @@ namespace {
 
 // Columns per unit of work of the GEMM: their products stay in a level 2 cache.
 constexpr int64_t MAX_UNIT_COLUMNS = 512;
-// Panels per unit if the activations are larger than such a cache, because they come from farther away for every unit.
-constexpr int   MAX_UNIT_PANELS = 4;
-constexpr size_t MAX_CACHED_ACTIVATIONS = 1 << 20;
+// Panels per unit if the activations, which are read once per unit, take a good part of such a cache. With fewer activations, one panel
+// leaves the level 1 cache to them.
+constexpr int     MAX_UNIT_PANELS = 4;
+constexpr int64_t LARGE_ACTIVATIONS = 1 << 19; // bytes
 
 // Aligned parts of a buffer, or their total size.
 struct buffer_parts {
@@ -223,29 +224,43 @@ void quantize_columns(const ggml_compute_params * params, const product & p, con
     }
 }
 
-// Multiply rows `row` on of matrix m with the columns at n_columns places.
-void multiply_unit(const product & p, const gemm_functions & f, const column_order & order, const gemm_buffers & buffers, int64_t m,
-                   int64_t row, int n_panels, int64_t place, int n_columns, gemm_buffers::scratch & scratch) {
-    const int     blocks_per_panel = QK_K/ggml_blck_size(p.src0->type);
+// Rows of a matrix and the columns at some places.
+struct gemm_unit {
+    int64_t matrix, row, place;
+    int     n_rows, n_columns;
+};
+
+// Write the products [panel][column][row] of a unit.
+void store_products(const product & p, const column_order & order, const gemm_unit & u, const float * products) {
+    for (int c = 0; c < u.n_columns; ++c) {
+        constexpr int AHEAD = 8; // columns, whose products are in other pages
+        const float * later = p.products(order.column[u.place + std::min(c + AHEAD, u.n_columns - 1)]) + u.row;
+        for (int r = 0; r < u.n_rows; r += 16) { __builtin_prefetch(later + r, 1); }
+        float * out = p.products(order.column[u.place + c]) + u.row;
+        for (int r = 0; r < u.n_rows; r += PANEL_ROWS) {
+            memcpy(out + r, products + r*u.n_columns + c*PANEL_ROWS, sizeof(float)*std::min(PANEL_ROWS, u.n_rows - r));
+        }
+    }
+}
+
+// Multiply. `next` are rows that the thread probably multiplies after these, as many bytes as `end` allows: memory sends them meanwhile.
+void multiply_unit(const product & p, const gemm_functions & f, const column_order & order, const gemm_buffers & buffers,
+                   const gemm_unit & u, const char * next, const char * end, gemm_buffers::scratch & scratch) {
+    const int     panel_blocks = QK_K/ggml_blck_size(p.src0->type);
     const int64_t n_blocks = p.n/ggml_blck_size(p.src0->type);
     const size_t  nb1 = p.src0->nb[1];
-    const char  * x = p.matrix(m) + row*nb1;
-    const int     n_rows = (int) std::min<int64_t>(n_panels*PANEL_ROWS, p.n_rows - row);
-    n_panels = (n_rows + PANEL_ROWS - 1)/PANEL_ROWS;
-    memset(scratch.products, 0, sizeof(float)*n_panels*n_columns*PANEL_ROWS);
-    for (int64_t b = 0; b < p.n_blocks; ++b, x += blocks_per_panel*ggml_type_size(p.src0->type)) {
+    const int     n_panels = (u.n_rows + PANEL_ROWS - 1)/PANEL_ROWS;
+    const char  * x = p.matrix(u.matrix) + u.row*nb1;
+    memset(scratch.products, 0, sizeof(float)*n_panels*u.n_columns*PANEL_ROWS);
+    for (int64_t b = 0; b < p.n_blocks; ++b, x += panel_blocks*ggml_type_size(p.src0->type)) {
+        const char * part_end = std::min(next + u.n_rows*nb1/p.n_blocks, end);
+        for (; next < part_end; next += 64) { __builtin_prefetch(next, 0, 2); }
         for (int i = 0; i < n_panels; ++i) {
-            f.pack_rows(x + i*PANEL_ROWS*nb1, nb1, n_rows - i*PANEL_ROWS, n_blocks - b*blocks_per_panel, scratch.panels[i]);
+            f.pack_rows(x + i*PANEL_ROWS*nb1, nb1, u.n_rows - i*PANEL_ROWS, n_blocks - b*panel_blocks, scratch.panels[i]);
         }
-        f.multiply(scratch.panels, n_panels, buffers.panel(b).from(place), n_columns, scratch.products);
+        f.multiply(scratch.panels, n_panels, buffers.panel(b).from(u.place), u.n_columns, scratch.products);
     }
-    for (int c = 0; c < n_columns; ++c) {
-        float * out = p.products(order.column[place + c]) + row;
-        for (int i = 0; i < n_panels; ++i) {
-            memcpy(out + i*PANEL_ROWS, scratch.products + (i*n_columns + c)*PANEL_ROWS,
-                   sizeof(float)*std::min(PANEL_ROWS, n_rows - i*PANEL_ROWS));
-        }
-    }
+    store_products(p, order, u, scratch.products);
 #ifdef GGML_EXT_TESTS
     n_packed.fetch_add(n_panels, std::memory_order_relaxed);
 #endif
@@ -260,8 +275,8 @@ void multiply_gemm(const ggml_compute_params * params, const product & p, const 
 
     int64_t most = 0; // columns of a matrix
     for (int64_t m = 0; m < p.n_matrices; ++m) { most = std::max<int64_t>(most, order.first[m + 1] - order.first[m]); }
-    const int     n_panels = (size_t) (most*p.n) > MAX_CACHED_ACTIVATIONS ? MAX_UNIT_PANELS : 1;
-    const int64_t n_row_units = (p.n_rows + n_panels*PANEL_ROWS - 1)/(n_panels*PANEL_ROWS);
+    const int64_t unit_rows = (most*p.n < LARGE_ACTIVATIONS ? 1 : MAX_UNIT_PANELS)*PANEL_ROWS;
+    const int64_t n_row_units = (p.n_rows + unit_rows - 1)/unit_rows;
     // Dividing the columns unpacks the weights again, so only as far as all threads have work.
     int64_t n_columns = std::min(most, MAX_UNIT_COLUMNS);
     while (n_row_units*((most + n_columns - 1)/n_columns)*p.n_matrices < 4*params->nth && n_columns > 64) {
@@ -269,11 +284,13 @@ void multiply_gemm(const ggml_compute_params * params, const product & p, const 
     }
     gemm_buffers::scratch & scratch = buffers.threads[params->ith];
     const gemm_scope scope;
-    each_unit(params, p, order, n_row_units*((most + n_columns - 1)/n_columns), [&](int64_t m, int64_t unit) {
-        const int64_t place = order.first[m] + unit/n_row_units*n_columns;
-        if (place < order.first[m + 1]) {
-            multiply_unit(p, f, order, buffers, m, unit%n_row_units*n_panels*PANEL_ROWS, n_panels, place,
-                          (int) std::min<int64_t>(n_columns, order.first[m + 1] - place), scratch);
+    each_unit(params, p, order, n_row_units*((most + n_columns - 1)/n_columns), [&](int64_t m, int64_t i) {
+        gemm_unit u = {m, i%n_row_units*unit_rows, order.first[m] + i/n_row_units*n_columns, 0, 0};
+        if (u.place < order.first[m + 1]) {
+            u.n_rows    = (int) std::min(unit_rows, p.n_rows - u.row);
+            u.n_columns = (int) std::min(n_columns, order.first[m + 1] - u.place);
+            const char * matrix = p.matrix(m), * end = matrix + p.n_rows*p.src0->nb[1];
+            multiply_unit(p, f, order, buffers, u, matrix + (u.row + params->nth*unit_rows)*p.src0->nb[1], end, scratch);
         }
     });
 }

@@ -50,7 +50,7 @@ static inline void restore_tiles(const char (&previous)[64]) {
     }
 }
 
-// Columns per step: with four scales, the sums of four steps of 64 weights wait for their scales.
+// Columns per step. With four scales, the sums of four times 64 weights wait to be scaled.
 template <int S> constexpr int TILE_COLUMNS = S == 1 ? 32 : 16;
 
 // The sums of 32 rows and TILE_COLUMNS columns, and what they are multiplied with.
@@ -127,15 +127,17 @@ static inline void multiply_tiles(tile_sums<4, OFFSETS> & out, const tile_sums<4
 // As multiply_panels().
 template <int S, bool OFFSETS>
 static void multiply_panels_amx(const weight_panel * weights, int n_panels, const column_panel & y, int n_columns, float * products) {
+    // Between unpacking, a Sapphire Rapids runs steps of 32 columns at half speed from time to time, those of 16 never.
+    const int n_step = n_columns <= 64 ? 16 : TILE_COLUMNS<S>;
     tile_sums<S, OFFSETS> sums[2];
     int turn = 0;
-    for (int first = 0; first < n_columns; first += TILE_COLUMNS<S>) {
+    for (int first = 0; first < n_columns; first += n_step) {
         for (int i = 0; i < n_panels; ++i, turn ^= 1) {
             tile_sums<S, OFFSETS> & out = sums[turn];
             out.w         = &weights[i];
             out.y         = y.from(first);
             out.products  = products + (i*n_columns + first)*PANEL_ROWS;
-            out.n_columns = std::min(TILE_COLUMNS<S>, n_columns - first);
+            out.n_columns = std::min(n_step, n_columns - first);
             multiply_tiles(out, sums[turn ^ 1]);
         }
     }
