@@ -81,52 +81,58 @@ struct product {
         return (const float *) ((const char *) src1->data + i%src1->ne[1]*src1->nb[1] + i/src1->ne[1]%src1->ne[2]*src1->nb[2] +
                                 i/src1->ne[1]/src1->ne[2]*src1->nb[3]);
     }
-    int64_t source_of(int64_t column) const { return column%op->ne[1]%src1->ne[1] + column/op->ne[1]*src1->ne[1]; }
     // Call f(column) for each column of a source.
     template <typename F> void each_column(int64_t source, F f) const {
         for (int64_t i1 = source%src1->ne[1]; i1 < op->ne[1]; i1 += src1->ne[1]) { f(i1 + source/src1->ne[1]*op->ne[1]); }
     }
-
-    float * products(int64_t column) const {
-        return (float *) ((char *) op->data + column%op->ne[1]*op->nb[1] + column/op->ne[1]%op->ne[2]*op->nb[2] +
-                          column/op->ne[1]/op->ne[2]*op->nb[3]);
-    }
 };
 
-// Which columns belong to which matrix.
+// Columns sorted by matrix.
 struct column_order {
-    int32_t * first;  // n_matrices + 1: matrix m has the places first[m] to first[m + 1]
-    int32_t * column; // at each place
-    int32_t * place;  // of each column
+    int32_t * first;    // n_matrices + 1: matrix m has the places first[m] to first[m + 1]
+    int32_t * place;    // of each column
+    int32_t * source;   // at each place
+    float  ** products; // at each place
 
     column_order(const product & p, buffer_parts & parts)
-        : first(parts.add<int32_t>(p.n_matrices + 1)), column(parts.add<int32_t>(p.n_columns)), place(parts.add<int32_t>(p.n_columns)) {}
+        : first(parts.add<int32_t>(p.n_matrices + 1)), place(parts.add<int32_t>(p.n_columns)), source(parts.add<int32_t>(p.n_columns)),
+          products(parts.add<float *>(p.n_columns)) {}
 
     void sort(const product & p) const {
-        const int64_t ne1 = p.op->ne[1], ne2 = p.op->ne[2];
-        const auto matrix_of = [&](int64_t c) { return p.matrix_of(c%ne1, c/ne1%ne2, c/ne1/ne2); };
         std::fill_n(first, p.n_matrices + 1, 0);
-        for (int64_t c = 0; c < p.n_columns; ++c) { ++first[matrix_of(c) + 1]; }
+        each_column(p, [&](int64_t, int64_t i1, int64_t i2, int64_t i3) { ++first[p.matrix_of(i1, i2, i3) + 1]; });
         for (int64_t m = 0; m < p.n_matrices; ++m) { first[m + 1] += first[m]; }
-        for (int64_t c = 0; c < p.n_columns; ++c) { // first[m] moves to the end of m
-            const int32_t at = first[matrix_of(c)]++;
-            column[at] = (int32_t) c;
-            place[c]   = at;
-        }
+        each_column(p, [&](int64_t column, int64_t i1, int64_t i2, int64_t i3) { // first[m] moves to the end of m
+            const int32_t at = first[p.matrix_of(i1, i2, i3)]++;
+            place[column] = at;
+            source[at]    = (int32_t) (i1%p.src1->ne[1] + (i2 + i3*p.op->ne[2])*p.src1->ne[1]);
+            products[at]  = (float *) ((char *) p.op->data + i1*p.op->nb[1] + i2*p.op->nb[2] + i3*p.op->nb[3]);
+        });
         for (int64_t m = p.n_matrices; m > 0; --m) { first[m] = first[m - 1]; }
         first[0] = 0;
+    }
+
+private:
+    template <typename F> static void each_column(const product & p, F f) {
+        int64_t column = 0;
+        for (int64_t i3 = 0; i3 < p.op->ne[3]; ++i3) {
+            for (int64_t i2 = 0; i2 < p.op->ne[2]; ++i2) {
+                for (int64_t i1 = 0; i1 < p.op->ne[1]; ++i1) { f(column++, i1, i2, i3); }
+            }
+        }
     }
 };
 
 // Call f(m, i) for this thread's units: i = 0 .. n_units - 1 of each matrix with columns. Each thread begins with unit ith.
 template <typename F>
 void each_unit(const ggml_compute_params * params, const product & p, const column_order & order, int64_t n_units, F f) {
+    const bool is_numa = ggml_is_numa();
     int64_t unit = params->ith, begin = 0;
     for (int64_t m = 0; m < p.n_matrices; ++m) {
         if (order.first[m] == order.first[m + 1]) {
             continue;
         }
-        for (; unit < begin + n_units; unit = ggml_is_numa() ? unit + params->nth : ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        for (; unit < begin + n_units; unit = is_numa ? unit + params->nth : ggml_threadpool_chunk_add(params->threadpool, 1)) {
             f(m, unit - begin);
         }
         begin += n_units;
@@ -174,8 +180,8 @@ void multiply_dots(const ggml_compute_params * params, const product & p, const 
             const void * y[MAX_DOT_COLUMNS];
             float      * s[MAX_DOT_COLUMNS];
             for (int c = 0; c < n_columns; ++c) {
-                y[c] = rows + p.source_of(order.column[i + c])*p.row_size;
-                s[c] = p.products(order.column[i + c]) + row;
+                y[c] = rows + order.source[i + c]*p.row_size;
+                s[c] = order.products[i + c] + row;
             }
             ggml_ext_dot_columns(p.src0->type, p.n, s, p.matrix(m) + row*p.src0->nb[1], p.src0->nb[1], n_rows, y, n_columns);
         }
@@ -231,14 +237,19 @@ struct gemm_unit {
 };
 
 // Write the products [panel][column][row] of a unit.
-void store_products(const product & p, const column_order & order, const gemm_unit & u, const float * products) {
+void store_products(const column_order & order, const gemm_unit & u, const float * products) {
     for (int c = 0; c < u.n_columns; ++c) {
         constexpr int AHEAD = 8; // columns, whose products are in other pages
-        const float * later = p.products(order.column[u.place + std::min(c + AHEAD, u.n_columns - 1)]) + u.row;
+        const float * later = order.products[u.place + std::min(c + AHEAD, u.n_columns - 1)] + u.row;
         for (int r = 0; r < u.n_rows; r += 16) { __builtin_prefetch(later + r, 1); }
-        float * out = p.products(order.column[u.place + c]) + u.row;
+        float * out = order.products[u.place + c] + u.row;
         for (int r = 0; r < u.n_rows; r += PANEL_ROWS) {
-            memcpy(out + r, products + r*u.n_columns + c*PANEL_ROWS, sizeof(float)*std::min(PANEL_ROWS, u.n_rows - r));
+            const float * in = products + r*u.n_columns + c*PANEL_ROWS;
+            if (u.n_rows - r >= PANEL_ROWS) {
+                memcpy(out + r, in, sizeof(float)*PANEL_ROWS); // a constant size, for vector instructions
+            } else {
+                memcpy(out + r, in, sizeof(float)*(u.n_rows - r));
+            }
         }
     }
 }
@@ -260,7 +271,7 @@ void multiply_unit(const product & p, const gemm_functions & f, const column_ord
         }
         f.multiply(scratch.panels, n_panels, buffers.panel(b).from(u.place), u.n_columns, scratch.products);
     }
-    store_products(p, order, u, scratch.products);
+    store_products(order, u, scratch.products);
 #ifdef GGML_EXT_TESTS
     n_packed.fetch_add(n_panels, std::memory_order_relaxed);
 #endif
@@ -299,8 +310,12 @@ void multiply_gemm(const ggml_compute_params * params, const product & p, const 
 const gemm_functions * gemm_for(const product & p) {
     static const bool enabled = ggml_ext_env_switch("GGML_CPU_TILED_MM", true), forced = ggml_ext_env_switch("GGML_CPU_TILED_MM_FORCE", false);
     const gemm_functions * f = enabled ? gemm_of(p.src0->type) : nullptr;
-    const int64_t n_used = std::min(p.n_matrices, p.n_columns);
-    return f && (forced || p.n_columns >= f->min_columns*n_used) ? f : nullptr;
+    if (!f || forced) {
+        return f;
+    }
+    // Experts have different numbers of columns, and the GEMM gains more with many than it loses with few.
+    const int64_t least = p.ids ? f->min_columns*2/3 : f->min_columns;
+    return p.n_columns >= least*std::min(p.n_matrices, p.n_columns) ? f : nullptr;
 }
 #endif
 
