@@ -8,17 +8,12 @@
 #include "ggml-ext-cpu.h"
 #include "all.h"
 
-#include <chrono>
-#include <vector>
-
 #if defined(GGML_EXT_GEMM)
-#if defined(GGML_EXT_AVX512)
-#include "gemm/avx512.h"
-#if defined(__AMX_INT8__)
+#if defined(GGML_EXT_AVX2)
+#include "gemm/x86.h"
+#if defined(GGML_EXT_AMX)
 #include "gemm/amx.h"
 #endif
-#elif defined(GGML_EXT_AVX2)
-#include "gemm/avx2.h"
 #else
 #include "gemm/neon.h"
 #endif
@@ -131,12 +126,12 @@ template <typename B> static constexpr int64_t gemm_columns() {
     return group_blocks<B> > 1 ? 13 : 9;
 }
 
-template <typename B> static gemm_functions functions_of() {
+template <typename B> static gemm_functions make_functions() {
     constexpr int S = n_panel_scales<B>;
     gemm_functions f = {S, gemm_columns<B>(), pack_rows<B>,
                         [](const void * y, const column_panel & out) { pack_column<B>(*(const activation_block<B> *) y, out); },
                         multiply_panels<S, has_offsets<B>>};
-#if defined(__AMX_INT8__)
+#if defined(GGML_EXT_AMX)
     if (uses_amx()) {
         f.multiply = multiply_panels_amx<S, has_offsets<B>>;
     }
@@ -144,9 +139,9 @@ template <typename B> static gemm_functions functions_of() {
     return f;
 }
 
-const gemm_functions * gemm_of(ggml_type type) {
+const gemm_functions * find_gemm(ggml_type type) {
     switch ((int) type) {
-#define X(NAME, name) case GGML_TYPE_##NAME: { static const gemm_functions f = functions_of<block_##name>(); return &f; }
+#define X(NAME, name) case GGML_TYPE_##NAME: { static const gemm_functions f = make_functions<block_##name>(); return &f; }
         GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return nullptr;
@@ -154,13 +149,13 @@ const gemm_functions * gemm_of(ggml_type type) {
 }
 
 gemm_scope::gemm_scope() {
-#if defined(__AMX_INT8__)
+#if defined(GGML_EXT_AMX)
     configure_tiles(previous);
 #endif
 }
 
 gemm_scope::~gemm_scope() {
-#if defined(__AMX_INT8__)
+#if defined(GGML_EXT_AMX)
     restore_tiles(previous);
 #endif
 }
@@ -170,64 +165,16 @@ gemm_scope::~gemm_scope() {
 using namespace ggml_ext;
 
 int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
-    const gemm_functions * f = gemm_of(type);
+    const gemm_functions * f = find_gemm(type);
     return f ? f->min_columns : INT64_MAX;
 }
-
-#ifdef GGML_EXT_TESTS
-double ggml_ext_cpu_peak(void) {
-    double best = 0;
-#if defined(GGML_EXT_AVX2)
-    auto multiply = multiply_registers;
-#if defined(__AMX_INT8__)
-    multiply = uses_amx() ? multiply_registers_amx : multiply;
-#endif
-    const gemm_scope scope;
-    for (int round = 0; round < 20; ++round) {
-        const auto    start = std::chrono::steady_clock::now();
-        const int64_t n     = multiply(1 << 16);
-        best = std::max(best, n/std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-    }
-#endif
-    return best;
-}
-
-bool ggml_ext_gemm(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride, int64_t n_rows, const void * const * y,
-                   int n_cols) {
-    const gemm_functions * f = gemm_of(type);
-    const int64_t block = ggml_blck_size(type), n_columns = n_cols + 15;
-    const size_t  y_bytes = block == QK_K ? sizeof(block_q8_K) : sizeof(block_q8_kr64), x_bytes = ggml_row_size(type, QK_K);
-    std::vector<float> products(n_rows*n_cols);
-    struct alignas(64) line { char bytes[64]; };
-    std::vector<line> codes(n_columns*QK_K/64), sums(PANEL_ROWS*n_cols*sizeof(float)/64 + 1);
-    std::vector<float> d(n_columns), column_sums(n_columns*MAX_PANEL_SCALES);
-    weight_panel panel;
-    const gemm_scope scope;
-    for (int64_t row = 0; row < n_rows; row += PANEL_ROWS) {
-        float * out = (float *) sums.data();
-        std::fill_n(out, PANEL_ROWS*n_cols, 0.0f);
-        for (int64_t b = 0; b*QK_K < n; ++b) {
-            const column_panel columns = {(int8_t *) codes.data(), d.data(), column_sums.data(), n_columns};
-            for (int c = 0; c < n_cols; ++c) { f->pack_column((const char *) y[c] + b*y_bytes, columns.from(c)); }
-            f->pack_rows((const char *) x + row*stride + b*x_bytes, stride, (int) std::min<int64_t>(PANEL_ROWS, n_rows - row), n/block - b*QK_K/block, panel);
-            f->multiply(&panel, 1, columns, n_cols, out);
-        }
-        for (int c = 0; c < n_cols; ++c) {
-            std::copy_n(out + c*PANEL_ROWS, std::min<int64_t>(PANEL_ROWS, n_rows - row), s[c] + row);
-        }
-    }
-    return true;
-}
-#endif
 #else
 int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
     GGML_UNUSED(type);
     return INT64_MAX;
 }
+#endif
 
 #ifdef GGML_EXT_TESTS
-bool ggml_ext_gemm(enum ggml_type, int64_t, float * const *, const void *, size_t, int64_t, const void * const *, int) {
-    return false;
-}
-#endif
+#include "gemm_tests.h"
 #endif

@@ -1,9 +1,9 @@
-// Products with many columns: a GEMM of bytes. PANEL_ROWS rows of 256 weights are unpacked once, to a panel, and multiplied with all columns.
-// mul-mat.cpp divides a product into such calls; gemm.cpp has the functions of each type, gemm/ what differs between instruction sets.
+// Products with many columns: a GEMM of bytes. PANEL_ROWS rows of 256 weights are unpacked to a panel, which is multiplied with up to 512
+// columns. mul-mat.cpp divides an operation into such calls; gemm.cpp has the functions of each type, gemm/ what differs between instruction sets.
 //
 // A product is the sum over scales s of d_s * (d_y * sum of q*y under s - offset * d_y * sum of y under s). The sums of integers are
-// exact, and the float operations and their order are the same on all instruction sets. So a product does not depend on the number of
-// rows, columns or threads.
+// exact, and the float operations and their order are the same on all instruction sets. So a product that the GEMM computes does
+// not depend on the number of rows, columns or threads.
 #pragma once
 
 #include "simd.h"
@@ -43,10 +43,10 @@ static inline size_t column_size(int n_scales) { return QK_K + (1 + n_scales)*si
 
 struct gemm_functions {
     int     n_scales;    // of 256 weights
-    int64_t min_columns; // per matrix: with fewer, dot products are faster (docs/results/speed.md)
+    int64_t min_columns; // of a matrix: with fewer, dot products are faster (docs/results/speed.md)
 
-    // Unpack 256 weights of the rows at `rows`, `stride` bytes apart. Blocks after the first n_blocks are zero; rows beyond n_rows repeat
-    // the last.
+    // Unpack 256 weights of the rows at `rows`, `stride` bytes apart. Blocks from n_blocks on are treated as zero, and rows
+    // from n_rows on as the last.
     void (*pack_rows)(const char * rows, size_t stride, int n_rows, int64_t n_blocks, weight_panel & panel);
     // Write 256 quantized activations as the first column of a panel.
     void (*pack_column)(const void * activations, const column_panel & out);
@@ -56,7 +56,7 @@ struct gemm_functions {
 };
 
 // Return the functions of a type, or NULL for upstream types.
-const gemm_functions * gemm_of(ggml_type type);
+const gemm_functions * find_gemm(ggml_type type);
 
 // Surrounds calls of multiply() in a thread.
 class gemm_scope {

@@ -48,7 +48,7 @@ bool ggml_ext_compute_doubled(struct ggml_compute_params * params, struct ggml_t
                               void (*compute)(struct ggml_compute_params *, struct ggml_tensor *));
 struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggml_ext_doubled * doubled, size_t * work_size);
 
-// Smallest number of columns for the GEMM; with fewer, dot_columns() is as fast.
+// Smallest number of columns of a MUL_MAT for the GEMM; INT64_MAX if the instruction set has none.
 GGML_BACKEND_API int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type);
 
 // Limit the threads of a graph to the CPUs that the process could use when it started: more threads than CPUs wait for each other at every

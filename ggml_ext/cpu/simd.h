@@ -47,6 +47,9 @@
 #define GGML_EXT_AVX2
 #if defined(__AVX512VBMI__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define GGML_EXT_AVX512
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#define GGML_EXT_AMX
+#endif
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>

@@ -34,7 +34,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ggml_ext import TYPES
+from ggml_ext import TYPES, WEIGHT_TYPES
 from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
 from ggml_ext._native import library
@@ -192,8 +192,7 @@ def columns_cost(type_name: str, shape: tuple[int, int], n_columns: list[int], r
     type_id, data = quantize_random(type_name, n_rows, n_cols, rng)
     n_copies = max(1, -(-copies_bytes // data.nbytes))
     results = 4 * n_rows * n_copies * sum(n_columns) * (2 if prec else 1)
-    work = rounds * len(n_columns) * (8 << 20) * (3 if prec else 1)  # each run takes a work buffer from the context
-    with Graph(*load_ggml(), n_copies * data.nbytes + results + work + (64 << 20)) as graph:
+    with Graph(*load_ggml(), n_copies * data.nbytes + results + (64 << 20)) as graph:
         copies = [graph.tensor(type_id, data, shape) for _ in range(n_copies)]
         plans = {}
         for n in n_columns:
@@ -219,6 +218,10 @@ def int8_peak() -> float:
 
 def print_peak(args: argparse.Namespace) -> None:
     n_columns = sorted(map(int, args.columns.split(",")))
+    if unknown := set(args.types.lower().split(",")) - WEIGHT_TYPES:
+        sys.exit(f"error: --peak compares ggml-ext's types, not {', '.join(sorted(unknown))}: name some with --types")
+    if not int8_peak():
+        sys.exit("error: --peak: the peak of this CPU's instruction set is unknown; it needs AVX2")
     print(f"peak of one thread: {int8_peak() / 1e9:.0f} billion products per second")
     print("| matrix | type | " + " | ".join(f"{n} columns" for n in n_columns) + " |\n|" + " --- |" * (len(n_columns) + 2))
     for shape in args.shapes.split(","):
@@ -262,7 +265,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=usable_cores(), help="default: all usable cores")
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
-    args.types = args.types or (COLUMN_TYPES if args.columns else DEFAULT_TYPES)
+    if args.peak and (not args.columns or args.act_prec or args.json):
+        parser.error("--peak needs --columns, and neither --act-prec nor --json")
+    args.types = args.types or (",".join(sorted(WEIGHT_TYPES)) if args.peak else COLUMN_TYPES if args.columns else DEFAULT_TYPES)
     args.shapes = args.shapes or ("2048x8192" if args.columns else DEFAULT_SHAPES)
     if args.columns:
         return print_peak(args) if args.peak else print_columns(args)

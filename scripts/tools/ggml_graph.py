@@ -18,13 +18,19 @@ class Graph:
     class _InitParams(ctypes.Structure):
         _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
+    class _Plan(ctypes.Structure):  # struct ggml_cplan
+        _fields_ = [("work_size", c_size_t), ("work_data", c_void_p), ("n_threads", c_int), ("threadpool", c_void_p),
+                    ("abort_callback", c_void_p), ("abort_callback_data", c_void_p), ("use_ref", c_bool)]
+
     def __init__(self, base: ctypes.CDLL, cpu: ctypes.CDLL, mem_bytes: int = 64 << 20):
         self.base, self.cpu = base, cpu
         for name in ("ggml_init", "ggml_new_tensor", "ggml_mul_mat", "ggml_mul_mat_id", "ggml_get_rows", "ggml_cpy",
                      "ggml_get_data", "ggml_new_graph"):
             getattr(base, name).restype = c_void_p
         base.ggml_nbytes.restype = c_size_t
+        cpu.ggml_graph_plan.restype = self._Plan
         cpu.ggml_cpu_init()
+        self.work = np.empty(0, np.uint8)  # kept between runs, as programs do
         self.ctx = c_void_p(base.ggml_init(self._InitParams(mem_bytes, None, False)))
 
     def __enter__(self):
@@ -54,7 +60,11 @@ class Graph:
         return graph
 
     def run(self, graph: c_void_p, n_threads: int = 2) -> None:
-        assert self.cpu.ggml_graph_compute_with_ctx(self.ctx, graph, c_int(n_threads)) == 0
+        plan = self.cpu.ggml_graph_plan(graph, c_int(n_threads), None)
+        if plan.work_size > self.work.nbytes:
+            self.work = np.empty(plan.work_size, np.uint8)
+        plan.work_data = self.work.ctypes.data
+        assert self.cpu.ggml_graph_compute(graph, ctypes.byref(plan)) == 0
 
     def read(self, node: c_void_p, shape: tuple[int, ...]) -> np.ndarray:
         """Copy a float32 tensor into an array."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from ctypes import c_int, c_int64, c_size_t, c_void_p
 
 import gguf
 import numpy as np
@@ -215,6 +216,8 @@ def test_several_columns_equal_single_columns(lib, type_name, isa):
             assert not wrong.size, f"{type_name} on {isa}, rows of {n}, {n_cols} columns: column {wrong[0][0]}, row {wrong[0][1]}"
 
 
+# from how many columns on the GEMM is used
+GEMM_COLUMNS = {name: 13 if TYPES[name].block_size == 64 else 9 for name in TYPE_NAMES}
 GEMM_ISAS = [isa for isa in ISAS if isa not in ("scalar", "arm64-scalar", "neon")]  # the others have no GEMM
 
 
@@ -249,7 +252,7 @@ def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
 
     Two matrices serve two batches each, so that the columns of a matrix are not adjacent.
     """
-    n_max = (native.gemm_columns(type_name) - 1) // 2  # two batches per matrix
+    n_max = min(native.gemm_columns(type_name) - 1, 18) // 2  # two batches per matrix
     n_rows, n = 70, row_lengths(type_name, [3])[-1]
     rows = native.random_blocks(lib, type_name, (2, n_rows, n), 21)
     x = np.random.default_rng(22).standard_normal((4, n_max, n)).astype(np.float32)
@@ -311,7 +314,7 @@ def test_mul_mat_matches_the_reference(lib, type_name, n_rows, n_blocks, n_cols)
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),
                            g.tensor(F32, x, x.shape), shape=(n_cols, n_rows))
     by_gemm = kernels("native").dll.ggml_ext_cpu_n_panels() > before
-    assert by_gemm == (n_cols >= native.gemm_columns(type_name)), "the wrong path ran"
+    assert by_gemm == (bool(GEMM_ISAS) and n_cols >= GEMM_COLUMNS[type_name]), "the wrong path ran"
     exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
     assert (np.abs(actual - exact) <= bound).all(), f"{type_name}, seed {seed}: {np.max(np.abs(actual - exact) / bound)} times the bound"
 
@@ -330,12 +333,59 @@ def test_mul_mat_id_matches_the_reference(lib, type_name, n_tokens):
         actual = g.compute("mul_mat_id", g.tensor(TYPES[type_name].id, experts, (n_expert, n_rows, n)),
                            g.tensor(F32, x, x.shape), g.tensor(I32, ids, ids.shape), shape=(n_tokens, n_used, n_rows))
     by_gemm = kernels("native").dll.ggml_ext_cpu_n_panels() > before
-    assert by_gemm == (n_tokens * n_used >= native.gemm_columns(type_name) * 2 // 3 * min(n_expert, n_tokens * n_used)), "the wrong path ran"
+    assert by_gemm == (bool(GEMM_ISAS) and n_tokens >= 40), "the wrong path ran"  # 16 columns per expert, with 3 tokens one
     activations = kernels("native").quantize_for(type_name, x[:, 0])
     for token, used in enumerate(ids):
         for slot, expert in enumerate(used):
             exact, bound = dot_reference(lib, type_name, experts[expert], activations[token : token + 1])
             assert (np.abs(actual[token, slot] - exact[0]) <= bound[0]).all(), f"{type_name}: token {token}, expert {expert}"
+
+
+@pytest.mark.parametrize("n_cols", [3, 20])
+@pytest.mark.parametrize("type_name", ["itq3_s", "itq3_t64", "ccq2"])
+def test_mul_mat_broadcasts_over_views(lib, type_name, n_cols):
+    """2 x 3 matrices serve 4 x 3 batches, whose activations are a permuted view with gaps between the rows."""
+    n_rows, n = 37, 512
+    rows = native.random_blocks(lib, type_name, (2, 3, n_rows, n), 31)
+    x = np.random.default_rng(32).standard_normal((4, n_cols, 3, n + 64)).astype(np.float32)
+    with native.Graph() as g:
+        padded = g.tensor(F32, x, x.shape)
+        sizes = [c_int64(n), c_int64(3), c_int64(n_cols), c_int64(4)]
+        strides = [c_size_t(4 * (n + 64)), c_size_t(12 * (n + 64)), c_size_t(12 * (n + 64) * n_cols), c_size_t(0)]
+        g.base.ggml_view_4d.restype = g.base.ggml_permute.restype = c_void_p
+        view = c_void_p(g.base.ggml_view_4d(g.ctx, padded, *sizes, *strides))
+        view = c_void_p(g.base.ggml_permute(g.ctx, view, c_int(0), c_int(2), c_int(1), c_int(3)))
+        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (2, 3, n_rows, n)), view, shape=(4, 3, n_cols, n_rows))
+    for i3 in range(4):
+        for i2 in range(3):
+            columns = np.ascontiguousarray(x[i3, :, i2, :n])
+            exact, bound = dot_reference(lib, type_name, rows[i3 // 2, i2], kernels("native").quantize_for(type_name, columns))
+            assert (np.abs(actual[i3, i2] - exact) <= bound).all(), f"batch {i3}, {i2}"
+
+
+@pytest.mark.parametrize("n_tokens", [2, 40])
+@pytest.mark.parametrize("type_name", ["itq3_s", "itq3_t64", "ccq2"])
+def test_mul_mat_id_takes_views(lib, type_name, n_tokens):
+    """The experts of a token are columns 1 and 3 of a wider table, and each has activations of its own."""
+    n_expert, n_rows, n = 3, 37, 512
+    rows = native.random_blocks(lib, type_name, (n_expert, n_rows, n), 33)
+    rng = np.random.default_rng(34)
+    table = rng.integers(n_expert, size=(n_tokens, 4)).astype(np.int32)
+    x = rng.standard_normal((n_tokens, 2, n)).astype(np.float32)
+    with native.Graph() as g:
+        g.base.ggml_view_3d.restype = g.base.ggml_reshape_2d.restype = c_void_p
+        ids = g.tensor(I32, table, table.shape)
+        # ne[0] = 1, so that the stride of ne[1] separates the two columns; ggml_permute makes them the experts of a token
+        ids = c_void_p(g.base.ggml_view_3d(g.ctx, ids, c_int64(1), c_int64(2), c_int64(n_tokens), c_size_t(8), c_size_t(16), c_size_t(4)))
+        g.base.ggml_permute.restype = c_void_p
+        ids = c_void_p(g.base.ggml_permute(g.ctx, ids, c_int(2), c_int(0), c_int(1), c_int(3)))
+        actual = g.compute("mul_mat_id", g.tensor(TYPES[type_name].id, rows, (n_expert, n_rows, n)), g.tensor(F32, x, x.shape), ids,
+                           shape=(n_tokens, 2, n_rows))
+    for token in range(n_tokens):
+        for slot in range(2):
+            activations = kernels("native").quantize_for(type_name, x[token, slot : slot + 1])
+            exact, bound = dot_reference(lib, type_name, rows[table[token, 1 + 2 * slot]], activations)
+            assert (np.abs(actual[token, slot] - exact[0]) <= bound[0]).all(), f"token {token}, slot {slot}"
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)

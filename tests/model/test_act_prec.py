@@ -144,18 +144,19 @@ def test_mul_mat_id(lib, name, n_tokens):
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("op, n_rows, n_cols", [("mul_mat", 1 << 15, 129), ("mul_mat_id", 1 << 15, 129)])
-def test_large_result_is_computed_in_parts(lib, op, n_rows, n_cols, n_threads):
+@pytest.mark.parametrize("name", ["q8_0", "itq3_t64"])
+def test_large_result_is_computed_in_parts(lib, name, op, n_rows, n_cols, n_threads):
     """More than 2^22 results, so that the work buffer holds a part of them, with a shorter last part (cpu/act-prec.cpp)."""
     assert n_rows * n_cols > 1 << 22
-    data = np.tile(encode_weights(lib, "q8_0", (64, 256), 1), (n_rows // 64, 1))
+    data = np.tile(encode_weights(lib, name, (64, 256), 1), (n_rows // 64, 1))
     x = activations((n_cols, 256), 2)
-    tensors = [(type_id("q8_0"), data, (n_rows, 256)), (F32, x, x.shape)]
+    tensors = [(type_id(name), data, (n_rows, 256)), (F32, x, x.shape)]
     if op == "mul_mat_id":
         ids = np.zeros((n_cols, 1), np.int32)
-        tensors = [(type_id("q8_0"), data, (1, n_rows, 256)), (F32, x, (n_cols, 1, 256)), (I32, ids, ids.shape)]
+        tensors = [(type_id(name), data, (1, n_rows, 256)), (F32, x, (n_cols, 1, 256)), (I32, ids, ids.shape)]
     shape = (n_cols, n_rows) if op == "mul_mat" else (n_cols, 1, n_rows)
     q8, f16 = (compute_product(op, tensors, shape, prec, n_threads).reshape(n_cols, -1, 64) for prec in (None, GGML_PREC_F16))
-    exact, bound, _ = reference(lib, "q8_0", data[:64], x)
+    exact, bound, _ = reference(lib, name, data[:64], x)
     assert (np.abs(f16 - exact[:, None]) <= bound[:, None]).all()
     assert_precise(f16[:, -1], q8[:, -1], exact, bound, op)
 

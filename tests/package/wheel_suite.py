@@ -166,8 +166,8 @@ def test_score_shows_whether_the_cpu_can_run_a_variant(variant):
 
 @for_each_variant
 def test_backend_has_no_test_functions(variant):
-    """An example is the counter of tiles, which would slow every tile down."""
-    code = "import ctypes, sys; print(hasattr(ctypes.CDLL(sys.argv[1]), 'ggml_ext_cpu_n_tiles'))"
+    """An example is the counter of the GEMM's panels."""
+    code = "import ctypes, sys; print(hasattr(ctypes.CDLL(sys.argv[1]), 'ggml_ext_cpu_n_panels'))"
     done = subprocess.run([sys.executable, "-c", code, BIN / f"libggml-cpu-{variant}.so"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -317,6 +317,7 @@ static inline void _tile_dpbsud(int out, int a, int b) {
 #if defined(SIMD_HOST_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
+#define __AMX_TILE__ 1
 #define __AMX_INT8__ 1
 #define syscall(...) 0 // Linux grants the tiles
 #endif

@@ -1,6 +1,6 @@
-// The GEMM with AMX tiles of int8. Included by gemm.h.
+// The GEMM with AMX tiles of int8. Included by gemm.cpp after x86.h.
 //
-// 32 rows times 32 columns are four tiles of sums. While tiles are multiplied, the AVX-512 units scale the sums before them.
+// 32 rows times 32 columns are four tiles of sums. While tiles are multiplied, the AVX-512 units scale the sums of the previous step.
 #pragma once
 
 #if defined(__linux__)
@@ -62,12 +62,16 @@ template <int S, bool OFFSETS> struct tile_sums {
     int                  n_columns = 0;
 
     void scale(int first, int end) const {
-        const weight_panel & weights = *w; // copies, because products might overlap this object
+        if (first == end) {
+            return; // nothing has been multiplied yet
+        }
+        const weight_panel * const weights = w; // copies, because products might overlap this object
         const column_panel   columns = y;
         float * const        out = products;
         for (int c = first; c < end; ++c) {
-            add_scaled<S, OFFSETS>(weights, 0, &sums[0][c][0], 2*TILE_COLUMNS<S>, columns, c, out + PANEL_ROWS*c);
-            add_scaled<S, OFFSETS>(weights, 16, &sums[0][c][1], 2*TILE_COLUMNS<S>, columns, c, out + PANEL_ROWS*c + 16);
+            for (int half = 0; half < 2; ++half) {
+                add_scaled<S, OFFSETS>(*weights, 16*half, &sums[0][c][half], 2*TILE_COLUMNS<S>, columns, c, out + PANEL_ROWS*c + 16*half);
+            }
         }
     }
 };
@@ -77,7 +81,7 @@ static inline void load_weights(const weight_panel & w, int k) {
     _tile_loadd(5, w.codes[16*k][16], 4*PANEL_ROWS);
 }
 
-// Sum over 256 weights in four tiles; meanwhile, scale the sums before.
+// Sum over 256 weights in four tiles. While they are multiplied, scale the sums of the previous step.
 template <bool OFFSETS>
 static inline void multiply_tiles(tile_sums<1, OFFSETS> & out, const tile_sums<1, OFFSETS> & before) {
     _tile_zero(0);
@@ -127,7 +131,7 @@ static inline void multiply_tiles(tile_sums<4, OFFSETS> & out, const tile_sums<4
 // As multiply_panels().
 template <int S, bool OFFSETS>
 static void multiply_panels_amx(const weight_panel * weights, int n_panels, const column_panel & y, int n_columns, float * products) {
-    // Between unpacking, a Sapphire Rapids runs steps of 32 columns at half speed from time to time, those of 16 never.
+    // docs/results/speed.md: between unpacking, larger steps are sometimes slow
     const int n_step = n_columns <= 64 ? 16 : TILE_COLUMNS<S>;
     tile_sums<S, OFFSETS> sums[2];
     int turn = 0;

@@ -1,7 +1,7 @@
 // AVX-512 with VBMI and VNNI, on top of avx2.h: u8x64 in one register. Included by simd.h inside namespace ggml_ext.
 
-#if defined(__AMX_INT8__)
-#define GGML_EXT_ISA "avx512+amx" // the GEMM
+#if defined(GGML_EXT_AMX)
+#define GGML_EXT_ISA "avx512+amx" // AMX in the GEMM alone, if the system grants it
 #else
 #define GGML_EXT_ISA "avx512"
 #endif
