@@ -60,7 +60,17 @@ Graph make_graph() {
         std::generate_n(static_cast<float *>(t->data), N*n_cols, [&] { return float(random() % 201)/1000 - 0.1f; });
         return t;
     };
-    ggml_tensor * x = tensor(3);
+    const auto quantized_product = [&](int64_t n_cols) { // cpu/mul-mat.cpp: dot products of few columns, the GEMM of many
+        std::vector<float> weights(256*N);
+        std::generate(weights.begin(), weights.end(), [&] { return float(random() % 201)/1000 - 0.1f; });
+        ggml_tensor * w = ggml_new_tensor_2d(ctx, GGML_TYPE_ITQ3_S, 256, N);
+        ggml_tensor * y = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 256, n_cols);
+        ggml_quantize_chunk(w->type, weights.data(), w->data, 0, N, 256, nullptr);
+        std::generate_n(static_cast<float *>(y->data), 256*n_cols, [&] { return float(random() % 201)/1000 - 0.1f; });
+        return ggml_mul_mat(ctx, w, y);
+    };
+    ggml_tensor * many = quantized_product(20);
+    ggml_tensor * x = ggml_add(ctx, tensor(3), ggml_add(ctx, quantized_product(3), ggml_view_2d(ctx, many, N, 3, many->nb[1], 0)));
     for (int i = 0; i < N_LAYERS; i++) { // products share out their chunks, and have a barrier inside
         x = ggml_soft_max(ctx, ggml_map_custom1(ctx, ggml_mul_mat(ctx, tensor(N), x), add_one, GGML_N_TASKS_MAX, nullptr));
     }
