@@ -122,8 +122,18 @@ template <typename B> static void pack_column(const block_q8_kr64 & y, const col
     for (int s = 0; s < GGML_EXT_GROUP_BLOCKS; ++s) { out.sums[s*out.stride] = y.d[s]*(sum_factor<B>()*y.sum[s]); }
 }
 
+#if defined(GGML_EXT_AVX2) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+constexpr bool HAS_DOT4 = false; // three instructions instead of one
+#else
+constexpr bool HAS_DOT4 = true;
+#endif
+
+template <typename B, typename = void> constexpr bool is_trellis = false;
+template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
+
+// docs/results/speed.md. Trellis types gain most from unpacking once for all columns; blocks of 64 have four times the float operations.
 template <typename B> static constexpr int64_t gemm_columns() {
-    return group_blocks<B> > 1 ? 13 : 9;
+    return HAS_DOT4 ? (group_blocks<B> > 1 ? 13 : 9) : is_trellis<B> ? 11 : 29;
 }
 
 template <typename B> static gemm_functions make_functions() {
