@@ -218,7 +218,7 @@ def int8_peak() -> float:
 
 def print_peak(args: argparse.Namespace) -> None:
     n_columns = sorted(map(int, args.columns.split(",")))
-    if unknown := set(args.types.lower().split(",")) - WEIGHT_TYPES:
+    if unknown := set(args.types.lower().split(",")) - set(WEIGHT_TYPES):
         sys.exit(f"error: --peak compares ggml-ext's types, not {', '.join(sorted(unknown))}: name some with --types")
     if not int8_peak():
         sys.exit("error: --peak: the peak of this CPU's instruction set is unknown; it needs AVX2")

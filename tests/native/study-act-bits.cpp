@@ -1,4 +1,5 @@
-// GGML_EXT_ACT_BITS: round activations to fewer than 8 bits, to reproduce results of papers with 4 bits.
+// GGML_EXT_ACT_BITS: round activations to fewer than 8 bits, to reproduce results of papers with 4 bits. llama.cpp's tiles, repacked weights
+// and AMX keep 8 bits: for its own types, set GGML_CPU_TILED_MM=0.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
