@@ -130,7 +130,8 @@ def render_gains(measured: dict) -> str:
         f"{itq3_t['hessian']}. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
         f"  its KL divergence is {q3_k['upstream']} if made by llama-quantize and {q3_k['hessian']} if made by ggml-ext. "
         f"ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K "
-        f"on a Zen 4 EPYC with AVX-512 ({measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2).",
+        f"on a Xeon (Sapphire Rapids), {measured['zen4']['decode/q3_k']['itq3_t']:.2f} times on a Zen 4 EPYC with AVX-512, and "
+        f"{measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2.",
         "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
