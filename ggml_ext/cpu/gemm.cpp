@@ -51,12 +51,14 @@ static void multiply_panels(const weight_panel * weights, int n_panels, const co
 }
 
 // Call f(G, codes) with 64 codes for G = 0 .. 3: groups G and G + 4, or with four scales per block the weights under scale G.
-template <typename B, typename F, int... G>
-static inline void each_64(const unpacker<B> & u, F f, std::integer_sequence<int, G...>) {
+template <typename B, typename F> static inline void each_64(const unpacker<B> & u, F f) {
     if constexpr (has_scales<B>) {
-        (f(G, join(u.template group<2*G>(), u.template group<2*G + 1>())), ...);
+        f(0, join(u.template group<0>(), u.template group<1>()));
+        f(1, join(u.template group<2>(), u.template group<3>()));
+        f(2, join(u.template group<4>(), u.template group<5>()));
+        f(3, join(u.template group<6>(), u.template group<7>()));
     } else {
-        (f(G, u.template groups<G>()), ...);
+        each_groups(u, f);
     }
 }
 
@@ -83,7 +85,7 @@ template <typename B> static void pack_rows(const char * rows, size_t stride, in
             each_64(u, [&](int G, u8x64 q) {
                 store(codes[G][r], low_half(q));
                 store(codes[G][r] + 32, high_half(q));
-            }, std::make_integer_sequence<int, 4>());
+            });
             for (int s = 0; s < n_panel_scales<B>; ++s) { panel.d[s][r0 + r] = panel_scale(u, s); }
             if constexpr (has_offsets<B>) { panel.offset[r0 + r] = u.offset; }
         }
@@ -104,9 +106,7 @@ template <typename B> static inline float sum_factor() {
 
 template <typename B> static void pack_column(const block_q8_K & y, const column_panel & out) {
     constexpr int S = n_panel_scales<B>;
-    column_block column;
-    load_column<B>(y, column);
-    memcpy(out.codes, column.qs, QK_K);
+    order_column<B>(y, out.codes);
     *out.d = y.d;
     for (int s = 0; s < S; ++s) {
         int sum = 0;
@@ -171,18 +171,6 @@ gemm_scope::~gemm_scope() {
 }
 
 } // namespace ggml_ext
-
-using namespace ggml_ext;
-
-int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
-    const gemm_functions * f = find_gemm(type);
-    return f ? f->min_columns : INT64_MAX;
-}
-#else
-int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
-    GGML_UNUSED(type);
-    return INT64_MAX;
-}
 #endif
 
 #ifdef GGML_EXT_TESTS

@@ -48,9 +48,6 @@ bool ggml_ext_compute_doubled(struct ggml_compute_params * params, struct ggml_t
                               void (*compute)(struct ggml_compute_params *, struct ggml_tensor *));
 struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggml_ext_doubled * doubled, size_t * work_size);
 
-// Smallest number of columns of a MUL_MAT for the GEMM; INT64_MAX if the instruction set has none.
-GGML_BACKEND_API int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type);
-
 // Limit the threads of a graph to the CPUs that the process could use when it started: more threads than CPUs wait for each other at every
 // barrier. The first time that this changes the number, say so.
 GGML_BACKEND_API int ggml_ext_limit_threads(int n_threads);
@@ -62,9 +59,11 @@ bool ggml_ext_env_switch(const char * name, bool fallback);
 GGML_BACKEND_API const char * ggml_ext_cpu_isa(void);
 GGML_BACKEND_API bool         ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q);
 
-// In test builds: number of panels that the GEMM has finished; the GEMM with the arguments of ggml_ext_dot_columns(), false if the
-// instruction set has none; and products of bytes per second that its instructions can do in one thread, 0 if unknown.
+// In test builds: number of panels that the GEMM has finished; the smallest number of columns of a MUL_MAT for it, INT64_MAX if the
+// instruction set has none; the GEMM with the arguments of ggml_ext_dot_columns(), false if there is none; and products of bytes per second
+// that its instructions can do in one thread, 0 if unknown.
 #ifdef GGML_EXT_TESTS
+GGML_BACKEND_API int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type);
 GGML_BACKEND_API double  ggml_ext_cpu_peak(void);
 GGML_BACKEND_API int64_t ggml_ext_cpu_n_panels(void);
 GGML_BACKEND_API bool    ggml_ext_gemm(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride, int64_t n_rows,

@@ -86,11 +86,16 @@ struct alignas(64) column_block {
     float     d;
 };
 
-template <typename B> static inline void load_column(const block_q8_K & y, column_block & out) {
+// Write 256 activations in the order of a column_block.
+template <typename B> static inline void order_column(const block_q8_K & y, int8_t * qs) {
     constexpr bool ordered = traits<B>::rotated || has_scales<B>;
     for (int g = 0; g < 8; ++g) {
-        store((uint8_t *) out.qs + (ordered ? 32*g : ggml_ext_group_offset(g)), load((const uint8_t *) y.qs + 32*g));
+        store((uint8_t *) qs + (ordered ? 32*g : ggml_ext_group_offset(g)), load((const uint8_t *) y.qs + 32*g));
     }
+}
+
+template <typename B> static inline void load_column(const block_q8_K & y, column_block & out) {
+    order_column<B>(y, out.qs);
     out.sums = lane_sums(y.bsums);
     out.d    = y.d;
 }

@@ -4,6 +4,16 @@
 
 using namespace ggml_ext;
 
+int64_t ggml_ext_cpu_gemm_columns(enum ggml_type type) {
+#if defined(GGML_EXT_GEMM)
+    const gemm_functions * f = find_gemm(type);
+    return f ? f->min_columns : INT64_MAX;
+#else
+    (void) type;
+    return INT64_MAX;
+#endif
+}
+
 double ggml_ext_cpu_peak(void) {
 #if defined(GGML_EXT_AVX2)
     auto multiply = multiply_registers;
