@@ -29,7 +29,8 @@ class Case(NamedTuple):
     r2: int = 1
 
     def n_activations(self) -> int:
-        return self.k * self.n * self.batch * self.r2
+        n_used = 2 if self.operation == "experts" else 1  # each expert of a token has its own activations
+        return self.k * self.n * self.batch * self.r2 * n_used
 
 
 class CaseResult(NamedTuple):
