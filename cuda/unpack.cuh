@@ -71,19 +71,20 @@ static __device__ __forceinline__ uint32_t in_register(uint32_t x) {
 }
 #endif
 
-// Words of a 2-byte aligned block of 2 + 4*n bytes. Word m holds the bytes from 2 + 4*m on, `before` those from one byte earlier:
-// two aligned loads and a permute. The loads reach at most two bytes outside of the block, in words that also hold a byte of it.
-// At the ends of a tensor these bytes are padding, because allocations are aligned to more than four bytes.
+// Words of a 2-byte aligned block of 2 + 4*n bytes. Word m holds the bytes from 2 + 4*m on, `before` those from one byte earlier, the
+// high half of `previous` the two bytes before word m: two aligned loads and a permute. The loads reach at most two bytes
+// outside of the block, in words that also hold a byte of it. At the ends of a tensor these bytes are padding, because allocations are
+// aligned to more than four bytes.
 struct block_words {
     const uint32_t * w;
     uint32_t         odd; // 2 if the block begins inside a word, else 0
-    struct pair { uint32_t word, before; };
+    struct window { uint32_t word, before, previous; };
 
     __device__ __forceinline__ explicit block_words(const void * block)
         : w((const uint32_t *) ((uintptr_t) block & ~(uintptr_t) 3)), odd((uintptr_t) block & 2) {}
-    __device__ __forceinline__ pair at(int m) const {
+    __device__ __forceinline__ window at(int m) const {
         const uint32_t lo = __ldg(w + m), hi = __ldg(w + m + 1), s = odd ? 0x7654 : 0x5432;
-        return {prmt(lo, hi, s), prmt(lo, hi, s - 0x1111)};
+        return {prmt(lo, hi, s), prmt(lo, hi, s - 0x1111), prmt(lo, hi, s - 0x4400)};
     }
     __device__ __forceinline__ uint32_t operator[](int m) const { return at(m).word; }
     // bytes 0 and 1 of the block, in the low half

@@ -6,7 +6,7 @@
 #define GGML_EXT_METAL_NSG       2
 #define GGML_EXT_METAL_NSG_TABLE 4
 
-// Bytes of the table: one half per trellis state.
+// Bytes of the table: two per trellis state.
 #define GGML_EXT_METAL_TABLE_BYTES (2*4096)
 
 // Columns that mul_mv multiplies in one pass over the weights.

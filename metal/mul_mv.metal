@@ -22,9 +22,10 @@ void ggml_ext_mul_mv(
     const short n_rows    = GGML_EXT_METAL_NR0;
     const short group     = GGML_EXT_N_PER_LANE/unpacker::n_groups; // weights of a lane per scale
 
-    threadgroup half * table = (threadgroup half *) shmem;
+    typedef ggml_ext_table<B, unpacker::has_table> table_t;
+    threadgroup typename table_t::entry * table = (threadgroup typename table_t::entry *) shmem;
     if (unpacker::has_table) {
-        ggml_ext_table<B, unpacker::has_table>::fill(table, tiitg, N_SIMDWIDTH*FC_mul_mv_nsg);
+        table_t::fill(table, tiitg, N_SIMDWIDTH*FC_mul_mv_nsg);
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 

@@ -1,7 +1,7 @@
 // The unpack interface in Metal. A block of n = 256 or 64 weights has L = n/8 lanes. Lane c has byte c of every bit plane: the
 // weights L*g + c, g = 0 ... 7. A type specializes ggml_ext_unpacker<block>:
 //   n, n_groups, rotated   from types.toml
-//   has_table              value() looks up a table of 4096 entries: codes() in constant memory, minus offset()
+//   has_table              value() looks up a table of 4096 entries: codes() in constant memory, or entries that `table` makes of them
 //   load(x, c)             loads the data of lane c
 //   value(g, table)        code - offset of weight L*g + c, exact; the table is in constant or threadgroup memory
 //   scale(x, g)            the factor of the value
@@ -21,17 +21,9 @@ static inline float ggml_ext_e5m3(uint8_t d) {
     return (float) as_type<half>((ushort) (d << 7))*(1.0f/256);
 }
 
-// Table entries: codes in constant memory; half(code - offset), which is exact, in threadgroup memory.
-static inline float ggml_ext_entry(constant const uint8_t * table, ushort i, float offset) {
-    return (float) table[i] - offset;
-}
-static inline float ggml_ext_entry(threadgroup const half * table, ushort i, float offset) {
-    (void) offset;
-    return (float) table[i];
-}
-
 // The table of a type; empty for types without one.
 template <typename B, bool has_table> struct ggml_ext_table {
+    typedef half entry;
     static constant const uint8_t * codes() { return nullptr; }
     static void fill(threadgroup half * table, short i, short n_threads) {
         (void) table;
@@ -40,12 +32,14 @@ template <typename B, bool has_table> struct ggml_ext_table {
     }
 };
 template <typename B> struct ggml_ext_table<B, true> {
-    static constant const uint8_t * codes() { return ggml_ext_unpacker<B>::codes(); }
+    typedef typename ggml_ext_unpacker<B>::table table_t;
+    typedef typename table_t::entry              entry;
+    static constant const typename table_t::code * codes() { return ggml_ext_unpacker<B>::codes(); }
     // called by all threads of a threadgroup, before a barrier
-    static void fill(threadgroup half * table, short i, short n_threads) {
+    static void fill(threadgroup entry * table, short i, short n_threads) {
         for (short k = 4*i; k < 4096; k += 4*n_threads) {
             FOR_UNROLL (short j = 0; j < 4; ++j) {
-                table[k + j] = (half) ggml_ext_entry(codes(), k + j, ggml_ext_unpacker<B>::offset());
+                table[k + j] = table_t::make(codes()[k + j], ggml_ext_unpacker<B>::offset());
             }
         }
     }

@@ -1,35 +1,50 @@
-// Vulkan unpack of the trellis types (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K. The eight weights of byte b are consecutive steps. Their symbols
-// and predecessors are one bit window: byte b - 1 of the last plane (`start` for b = 0), then byte b of all planes. The window's last 12 bits index a
-// table of values. The index is, from the low bits on:
+// Vulkan unpack of the trellis types (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K, V = EXT_TRELLIS_V. The eight weights of byte b are those of
+// consecutive steps. Their symbols and predecessors are one bit window: byte b - 1 of the last plane (`start` for b = 0), for K = V = 2 after byte
+// b - 2, then byte b of all planes. The window's last 12 bits index a table. The index is, from the low bits on:
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
-// The table has code - offset as the bits of halves, which is exact and requires no 16-bit arithmetic.
+// V = 1: the table has code - offset as the bits of halves, which is exact and requires no 16-bit arithmetic.
+// V = 2: the table has both codes of a step as bytes, so that two weights take one look-up. The caller subtracts the offset.
 const uint EXT_LANES = QUANT_K/8; // bytes per plane
 #define NEEDS_INIT_IQ_SHMEM
 shared uint16_t ext_table[4096];
 
-// Indices with equal low bytes share one term of their code; the other term is one of 16 constants. So the loop does not index a constant array,
-// which compilers turn into memory loads or hundreds of instructions.
+#if EXT_TRELLIS_V == 1
+#define EXT_TERMS(first, second) (first)
+#define EXT_ENTRY(term, other)   packHalf2x16(vec2(float(term) + (float(other) - ext_trellis_offset), 0.0))
+float ext_value(const uint entry, const uint g) { return unpackHalf2x16(entry).x; }
+#else
+#define EXT_OFFSET
+#define EXT_TERMS(first, second) ((first) | (second) << 8)
+#define EXT_ENTRY(term, other)   ((term) + (other))
+float ext_value(const uint entry, const uint g) { return float(entry >> 8*(g & 1) & 0xff); }
+#endif
+
+// Sixteen entries share one term of their codes; the other term is one of 16 constants. So the loop does not index a constant array, which
+// compilers turn into memory loads or hundreds of instructions.
 void init_iq_shmem(const uvec3 workgroup) {
     for (uint i = gl_LocalInvocationIndex; i < 256; i += workgroup.x*workgroup.y*workgroup.z) {
-        const uint n0 = i & 15, n1 = i >> 4; // low nibbles of the index
+        const uint n0 = i & 15, n1 = i >> 4;
+        // entry `first` ^ v*stride has i1 = v, or i0 = v for K = 4 and for K = 2, V = 1
 #if EXT_TRELLIS_K == 3
-        const uint before = (n1 & 3) << 2 | n0 >> 2; // pair(t-1)
-        const float first = float(ext_look_up(ext_trellis_values0, n0 ^ n1 ^ before)) - ext_trellis_offset;
-        const uint  other = n1;
-#define EXT_RUNNING ext_trellis_values1
+        const uint i2 = n0 ^ n1, i0 = i2 ^ ((n1 & 3) << 2 | n0 >> 2), first = i | n1 << 8, stride = 0x100;
+#elif EXT_TRELLIS_V == 2
+        const uint i2 = n0, i0 = n1, first = i | (n0 ^ n1) << 8, stride = 0x111;
 #else
-        const float first = float(ext_look_up(ext_trellis_values1, n1)) - ext_trellis_offset;
-        const uint  other = n0;
-#define EXT_RUNNING ext_trellis_values0
+        const uint i1 = n1, first = i | n0 << 8, stride = 0x100;
+#endif
+#if EXT_TRELLIS_K == 3 || EXT_TRELLIS_V == 2
+        const uint term = EXT_TERMS(ext_look_up(ext_trellis_values0, i0), ext_look_up(ext_trellis_values2, i2));
+#define EXT_OTHER(v) EXT_TERMS(ext_get_byte(ext_trellis_values1[v >> 2], v & 3), ext_get_byte(ext_trellis_values3[v >> 2], v & 3))
+#else
+        const uint term = ext_look_up(ext_trellis_values1, i1);
+#define EXT_OTHER(v) ext_get_byte(ext_trellis_values0[v >> 2], v & 3)
 #endif
         [[unroll]] for (uint v = 0; v < 16; ++v) {
-            const float value = first + float(ext_get_byte(EXT_RUNNING[v >> 2], v & 3));
-            ext_table[i | (v ^ other) << 8] = uint16_t(packHalf2x16(vec2(value, 0.0)));
+            ext_table[first ^ v*stride] = uint16_t(EXT_ENTRY(term, EXT_OTHER(v)));
         }
     }
     barrier();
 }
-float ext_entry(const uint i) { return unpackHalf2x16(uint(ext_table[i])).x; }
 
 // Returns the byte before word k of a plane, or `first` for k = 0. It loads in both cases, because a branch costs more.
 uint ext_byte_before(const uint ib, const uint plane, const uint k, const uint first) {
@@ -37,7 +52,30 @@ uint ext_byte_before(const uint ib, const uint plane, const uint k, const uint f
     return k == 0 ? first : previous;
 }
 
+#if EXT_TRELLIS_V == 2
+// bytes -2 ... 1 and 0 ... 3 of the low bits; high bits from step -16 on for K = 3
+struct ext_words { uint low[2], high; float d; };
+
+ext_words ext_load(const uint ib, const uint k) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), low = ext_word(ib, 4*k); // `start` precedes the symbols
+    w.low[0] = k == 0 ? low & 0xffffff00 : low;
+    w.low[1] = low >> 16 | ext_half(ib, 4 + 4*k) << 16;
+#if EXT_TRELLIS_K == 3
+    const uint high = ext_word(ib, EXT_LANES + 2*k);
+    w.high = k == 0 ? (high & 0xffff0000) | (head >> 8 & 3) << 14 : high;
+#endif
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
+float ext_offset(const ext_words w) { return ext_trellis_offset; }
 #if EXT_TRELLIS_K == 2
+#define EXT_INDEX(w, t, b) bitfieldExtract(w.low[b/2], int(8*(b & 1) + 2*t + 6), 12)
+#else
+#define EXT_INDEX(w, t, b) (bitfieldExtract(w.low[b/2], int(8*(b & 1) + 2*t + 10), 8) | (w.high >> (4*b + t + 5) & 0xf00))
+#endif
+
+#elif EXT_TRELLIS_K == 2
 struct ext_words { uint window[4]; float d; }; // from step -8 on
 
 ext_words ext_load(const uint ib, const uint k) {
@@ -94,9 +132,10 @@ ext_words ext_load(const uint ib, const uint k) {
 #endif
 
 vec4 ext_values(const ext_words w, const uint g) {
+    const uint t = g/EXT_TRELLIS_V; // step
     vec4 v;
     [[unroll]] for (uint b = 0; b < 4; ++b) {
-        v[b] = ext_entry(EXT_INDEX(w, g, b));
+        v[b] = ext_value(uint(ext_table[EXT_INDEX(w, t, b)]), g);
     }
     return v;
 }

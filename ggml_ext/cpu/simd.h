@@ -6,6 +6,8 @@
 //   load8x4(p, q, r, s)    eight bytes from each of four addresses
 //   load_behind(first, p)  `first`, then 31 bytes from p; reads p[-1] too
 //   shift_lanes8(a, first) shift each eight bytes up by one; byte 0 comes from `first`, whose other bytes are zero (first_of_8())
+//   u8x16            16 bytes: load16(p), load16_behind(first, p), words4(w)
+//   spread_nibbles(a, b)   the bytes a >> 4 | b << 4, b of each byte of two u8x16, in turn
 //   field<S>(a, m)   (a >> S) & m in each byte; S < 0 shifts left, and then m must not select the bits that became empty
 //   multiply_add<A, B>(a)   u15x32: A*a + B of 32 bytes, 15 bits each
 //   field<S>(c)      bits S .. S + 5 of each code of a u15x32
@@ -25,7 +27,7 @@
 //   xor3(a, b, c)    a ^ (b ^ c)
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) in each byte
 //   shifted<S>(a)    bits S .. S + 3 of each byte in its low nibble, S = 0 .. 4; the high nibble is undefined
-//   trellis_values(t, i0, i1)   the trellis code (types/trellis.h) of indices in the low nibbles
+//   trellis_values(t, i0, i1, first)   the trellis code (types/trellis.h) of indices in the low nibbles, from the tables first and first + 1
 //   dot_sum64<...>, scaled_dot_sum64<...>   of u8x64 with 64 activations; quarter_dot_sum64<...>: separate lanes per block of 64
 //   f32x4            four floats, one per block of 64: load4, store4, *, e5m3_to_float of four bytes
 //
@@ -115,11 +117,11 @@ template <int S> static inline u8x64 funnel(u8x64 previous, u8x64 a) {
 template <int S> static inline u8x64 shifted(u8x64 a)                 { return {shifted<S>(a.lo), shifted<S>(a.hi)}; }
 static inline u8x64 look_up(table16 t, u8x64 i)                       { return {look_up(t, i.lo), look_up(t, i.hi)}; }
 
-static inline u8x32 trellis_values(const ggml_ext_trellis_tables & t, u8x32 i0, u8x32 i1) {
-    return look_up(load_table16(t.values[0]), field<0>(i0, 15)) + look_up(load_table16(t.values[1]), field<0>(i1, 15));
+static inline u8x32 trellis_values(const ggml_ext_trellis_tables & t, u8x32 i0, u8x32 i1, int first = 0) {
+    return look_up(load_table16(t.values[first]), field<0>(i0, 15)) + look_up(load_table16(t.values[first + 1]), field<0>(i1, 15));
 }
-static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1) {
-    return {trellis_values(t, i0.lo, i1.lo), trellis_values(t, i0.hi, i1.hi)};
+static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1, int first = 0) {
+    return {trellis_values(t, i0.lo, i1.lo, first), trellis_values(t, i0.hi, i1.hi, first)};
 }
 
 template <typename Sum> struct sum64 : Sum {

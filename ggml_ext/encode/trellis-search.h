@@ -8,10 +8,10 @@
 // Weights and values are in fixed point with S = trellis_type.unit steps per unit of d. A cost is the upper half of e*e. That increases the NMSE of
 // Gaussian weights by 0.05 % for K = 3 and not at all for K = 2, compared to costs in float. No weight can cause saturation or overflow
 // (trellis_begin() asserts it):
-//   - Weights are clamped to TRELLIS_MAX_UNITS. Values are at most 63.5 for K = 3 and 62 for K = 2, so a cost is at most C = 13076 or 9315.
+//   - Weights are clamped to TRELLIS_MAX_UNITS. Values are at most 63.5 for K = 3 and 62 for K = 2, so a weight's cost is at most C = 13076 or 9315.
 //     A limit of 64 units would increase the error by 0.1 % for K = 2; a higher limit would leave fewer bits for S.
-//   - G steps lead from any group to any other, so all costs are within G*C of the minimum. The minimum is subtracted before a cost could exceed
-//     65535; (G + 1)*C is 52304 or 55890. With the C of the actual weights, this is about every ten steps.
+//   - G steps lead from any group to any other, so all costs are within G*V*C of the minimum. The minimum is subtracted before a cost could exceed
+//     65535; (G + 1)*V*C is 52304 or 55890 for V = 1. With the C of the actual weights, this is about every ten steps.
 //   - If `before` is known, groups that cannot be first have valid costs too, but no path uses them.
 #pragma once
 
@@ -30,22 +30,22 @@ enum {
 
 // Constants of a type: a row of GGML_EXT_TRELLIS_TYPES (types/codes.h).
 struct trellis_type {
-    int   k, n;    // bits per symbol, weights per block
+    int   k, v, n; // bits and weights per symbol, weights per block
     const struct ggml_ext_trellis_tables * tables;
     float offset;
-    float gain;    // first scale candidate relative to the one that gives the code the block's energy
+    float gain, feedback_gain; // first scale candidate relative to the one that gives the code the block's energy; with correlations
     float unit;    // fixed-point steps per unit of d, an integer
     float nmse;    // of Gaussian weights
 };
 
 // Costs are stored minus 32768, for CPUs without an unsigned 16-bit minimum.
 struct trellis_work {
-    int16_t  fixed[GGML_EXT_TRELLIS_STATES];      // values of the states in fixed point, in the order of trellis_step()
+    int16_t  fixed[2][GGML_EXT_TRELLIS_STATES];   // values that the states give each weight in fixed point, in the order of trellis_step()
     int16_t  least[QK_K + 1][TRELLIS_MAX_GROUPS]; // minimum costs before each step and after the last one, by place
     int16_t  x[QK_K];
     int16_t  place[TRELLIS_MAX_GROUPS];           // trellis_place() of each group
     int16_t  group[TRELLIS_MAX_GROUPS];           // its inverse
-    float    code[GGML_EXT_TRELLIS_STATES];       // values of the states
+    float    code[2][GGML_EXT_TRELLIS_STATES];    // values that the states give each weight
     float    unit;                                // trellis_type.unit
     float    code_rms, code_top;                  // root mean square and largest magnitude of the values
 };
@@ -102,18 +102,19 @@ static inline struct trellis_work * trellis_begin(struct trellis_type t) {
     }
     w->unit     = t.unit;
     w->code_top = 0.0f;
-    for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
-        const float v = (float) ggml_ext_trellis_code(t.tables, t.k, s) - t.offset;
+    for (int i = 0; i < t.v*GGML_EXT_TRELLIS_STATES; ++i) {
+        const int   s = i%GGML_EXT_TRELLIS_STATES, weight = i/GGML_EXT_TRELLIS_STATES;
+        const float v = (float) ggml_ext_trellis_code(t.tables, t.k, t.v, s, weight) - t.offset;
         const int place = w->place[s >> t.k], high = place >> low_bits & (n_high - 1), lane = place & (TRELLIS_LANES - 1);
         const int newest = s & (n_symbols - 1), oldest = s >> t.k*n_steps;
-        w->code[s] = v;
-        w->fixed[trellis_value_index(t.k, high, newest, oldest, lane)] = (int16_t) (v*t.unit); // exact: offsets are multiples of 1/2
+        w->code[weight][s] = v;
+        w->fixed[weight][trellis_value_index(t.k, high, newest, oldest, lane)] = (int16_t) (v*t.unit); // exact: offsets are multiples of 1/2
         w->code_top = fmaxf(w->code_top, fabsf(v));
         sum += (double) v*(double) v; // exact
     }
-    w->code_rms = (float) sqrt(sum/GGML_EXT_TRELLIS_STATES);
+    w->code_rms = (float) sqrt(sum/(t.v*GGML_EXT_TRELLIS_STATES));
     const int top = (int) ((TRELLIS_MAX_UNITS + w->code_top)*t.unit);
-    GGML_ASSERT(top <= INT16_MAX && (top*top >> 16)*(n_steps + 1) <= UINT16_MAX);
+    GGML_ASSERT(top <= INT16_MAX && (top*top >> 16)*t.v*(n_steps + 1) <= UINT16_MAX);
     return w;
 }
 
@@ -121,19 +122,20 @@ static inline void trellis_end(struct trellis_work * w) {
     ggml_aligned_free(w, sizeof(*w));
 }
 
-static inline float trellis_value(const struct trellis_work * w, int state) {
-    return w->code[state];
+// Returns the value of weight j of the path through `states`.
+static inline __attribute__((always_inline)) float trellis_value(int v, const struct trellis_work * w, const uint16_t * states, int j) {
+    return w->code[j%v][states[j/v]];
 }
 
-// Returns the cost of a weight with a value.
-static inline __attribute__((always_inline)) int16_t trellis_distance(int16_t x, int16_t value) {
-    const int16_t e = (int16_t) (x - value);
-    return (int16_t) (e*e >> 16);
+// Returns the cost of the v weights at x with the values at index i of `fixed`.
+static inline __attribute__((always_inline)) int16_t trellis_distance(int v, const int16_t * x, const int16_t * fixed, int i) {
+    const int16_t e = (int16_t) (x[0] - fixed[i]), f = v == 2 ? (int16_t) (x[1] - fixed[GGML_EXT_TRELLIS_STATES + i]) : 0;
+    return (int16_t) ((e*e >> 16) + (f*f >> 16));
 }
 
 // trellis_step() for K = 4 with all newest symbols. A vector has the states with one previous symbol, whose minimum cost is a scalar.
 static inline __attribute__((always_inline)) void trellis_step_4(const int16_t * restrict least, const int16_t * restrict fixed,
-                                                                 int16_t x, int oldest, int n_oldest, int16_t * restrict next) {
+                                                                 const int16_t * x, int oldest, int n_oldest, int16_t * restrict next) {
     enum { N = TRELLIS_LANES };
     for (int c1 = 0; c1 < N; ++c1) {
         int16_t m[N];
@@ -144,7 +146,7 @@ static inline __attribute__((always_inline)) void trellis_step_4(const int16_t *
             const int16_t   before = least[p*N + c1];
             const int16_t * f      = fixed + (c1*N + p)*N;
             for (int i = 0; i < N; ++i) {
-                const int16_t c = (int16_t) (before + trellis_distance(x, f[i]));
+                const int16_t c = (int16_t) (before + trellis_distance(1, x, f, i));
                 m[i] = c < m[i] ? c : m[i];
             }
         }
@@ -152,10 +154,10 @@ static inline __attribute__((always_inline)) void trellis_step_4(const int16_t *
     }
 }
 
-// Computes next[group] = min over the oldest symbol of (least + cost of x). Only n_oldest oldest symbols from `oldest` on are considered, and only
+// Computes next[group] = min over the oldest symbol of (least + cost of the v weights at x). Only n_oldest oldest symbols from `oldest` on are considered, and only
 // groups with n_newest newest symbols from `newest` on are written. n_newest is 1 or all.
-static inline __attribute__((always_inline)) void trellis_step(int k, const int16_t * restrict least, const int16_t * restrict fixed,
-                                                               int16_t x, int oldest, int n_oldest, int newest, int n_newest,
+static inline __attribute__((always_inline)) void trellis_step(int k, int v, const int16_t * restrict least, const int16_t * restrict fixed,
+                                                               const int16_t * x, int oldest, int n_oldest, int newest, int n_newest,
                                                                int16_t * restrict next) {
     enum { N = TRELLIS_LANES };
     if (k == 4) {
@@ -177,7 +179,7 @@ static inline __attribute__((always_inline)) void trellis_step(int k, const int1
                     for (int p = 0; p < n_oldest; ++p) {
                         const int symbol = oldest + p;
                         const int16_t c = (int16_t) (least[(symbol/n_lows*n_high + h)*n_place + symbol%n_lows*N + i] +
-                                                     trellis_distance(x, f[(b*n_symbols + p)*N + i]));
+                                                     trellis_distance(v, x, f, (b*n_symbols + p)*N + i));
                         m = c < m ? c : m;
                     }
                     dst[i*n_lows + b] = m;
@@ -214,36 +216,37 @@ static inline __attribute__((always_inline)) int trellis_first_least(int n_group
 }
 
 // Returns the cheapest state of step t that precedes the group `after`; of equals the first one.
-static inline __attribute__((always_inline)) int trellis_step_back(int k, const struct trellis_work * w, int t, int n_oldest, int after) {
+static inline __attribute__((always_inline)) int trellis_step_back(int k, int v, const struct trellis_work * w, int t, int n_oldest, int after) {
     enum { N = TRELLIS_LANES };
     const int n_symbols = 1 << k, n_lows = 1 << trellis_low_bits(k), n_groups = GGML_EXT_TRELLIS_STATES >> k, n_high = trellis_n_high(k);
     const int place = w->place[after >> k]; // with an oldest symbol of zero
-    const int16_t * least = w->least[t] + place, * fixed = w->fixed + trellis_value_index(k, place/(n_lows*N), after%n_symbols, 0, place%N);
+    const int16_t * least = w->least[t] + place, * fixed = w->fixed[0] + trellis_value_index(k, place/(n_lows*N), after%n_symbols, 0, place%N);
     int32_t best = INT32_MAX;
 #pragma GCC unroll 16
     for (int p = 0; p < n_oldest; ++p) {
-        const int32_t c = (least[(p/n_lows*n_high*n_lows + p%n_lows)*N] + trellis_distance(w->x[t], fixed[p*N]))*n_symbols + p;
+        const int32_t c = (least[(p/n_lows*n_high*n_lows + p%n_lows)*N] + trellis_distance(v, w->x + v*t, fixed, p*N))*n_symbols + p;
         best = c < best ? c : best;
     }
     return (best & (n_symbols - 1))*n_groups + after;
 }
 
-// Finds the path with the smallest squared error for x[0 .. n-1], which is in units of d. It follows the state `before`, or any of the first
+// Finds the n/v states of the path with the smallest squared error for x[0 .. n-1], which is in units of d. It follows the state `before`, or any of the first
 // TRELLIS_N_STARTS states if that is negative. It ends in the group `after`, or in any group if that is negative. Of equal paths the one with the
 // first last group wins, then the one with the first state at each step backwards.
-static inline __attribute__((always_inline)) void trellis_search_k(int k, struct trellis_work * w, const float * x, int n, int before,
-                                                                   int after, uint16_t * states) {
+static inline __attribute__((always_inline)) void trellis_search_k(int k, int v, struct trellis_work * w, const float * x, int n,
+                                                                   int before, int after, uint16_t * states) {
     const int   n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k;
     const int   n_starts = TRELLIS_N_STARTS*n_symbols/n_groups; // oldest symbols of the start states
     const int   code_top = (int) (w->code_top*w->unit);
     const float top_units = TRELLIS_MAX_UNITS;
     const int   n_before = trellis_n_before(k), n_known = before < 0 ? 0 : n_before; // steps whose oldest symbol `before` determines
-    int max_cost[QK_K]; // of each step
-    for (int t = 0; t < n; ++t) {
-        const float v = x[t] > top_units ? top_units : x[t] > -top_units ? x[t] : -top_units; // NaN too
-        w->x[t] = (int16_t) ((int) (v*w->unit + 32768.5f) - 32768); // rounded to nearest
-        max_cost[t] = (abs(w->x[t]) + code_top)*(abs(w->x[t]) + code_top) >> 16;
+    int max_cost[QK_K] = {0}; // of each step
+    for (int j = 0; j < n; ++j) {
+        const float units = x[j] > top_units ? top_units : x[j] > -top_units ? x[j] : -top_units; // NaN too
+        w->x[j] = (int16_t) ((int) (units*w->unit + 32768.5f) - 32768); // rounded to nearest
+        max_cost[j/v] += (abs(w->x[j]) + code_top)*(abs(w->x[j]) + code_top) >> 16;
     }
+    n /= v;
     for (int j = 0; j < n_groups; ++j) {
         w->least[0][j] = INT16_MIN;
     }
@@ -269,45 +272,47 @@ static inline __attribute__((always_inline)) void trellis_search_k(int k, struct
         const int16_t * least = w->least[t];
         int16_t * next = w->least[t + 1];
         if (t < n_known) {
-            trellis_step(k, least, w->fixed, w->x[t], trellis_symbol(k, before, n_before - 1 - t), 1, 0, n_symbols, next);
+            trellis_step(k, v, least, w->fixed[0], w->x + v*t, trellis_symbol(k, before, n_before - 1 - t), 1, 0, n_symbols, next);
         } else if (t == 0) {
-            trellis_step(k, least, w->fixed, w->x[t], 0, n_starts, 0, n_symbols, next);
+            trellis_step(k, v, least, w->fixed[0], w->x + v*t, 0, n_starts, 0, n_symbols, next);
         } else {
-            trellis_step(k, least, w->fixed, w->x[t], 0, n_symbols, 0, n_symbols, next);
+            trellis_step(k, v, least, w->fixed[0], w->x + v*t, 0, n_symbols, 0, n_symbols, next);
         }
     }
     for (; t < n - 1; ++t) { // `after` determines the newest symbols
-        trellis_step(k, w->least[t], w->fixed, w->x[t], 0, n_symbols, trellis_symbol(k, after, n - 1 - t), 1, w->least[t + 1]);
+        trellis_step(k, v, w->least[t], w->fixed[0], w->x + v*t, 0, n_symbols, trellis_symbol(k, after, n - 1 - t), 1, w->least[t + 1]);
+    }
+    for (int j = 0; n < n_known && j < n_groups; ++j) { // so few steps that the last group holds symbols of `before`
+        if (j >> k*n != (before & ((1 << k*(n_before - n)) - 1))) {
+            w->least[n][w->place[j]] = INT16_MAX;
+        }
     }
     int state = after < 0 ? trellis_first_least(n_groups, w->least[n], w->group) : after; // the last group
     for (t = n - 1; t >= 0; --t) {
         if (t < n_known) {
             state += trellis_symbol(k, before, n_before - 1 - t)*n_groups;
         } else {
-            state = trellis_step_back(k, w, t, t == 0 ? n_starts : n_symbols, state);
+            state = trellis_step_back(k, v, w, t, t == 0 ? n_starts : n_symbols, state);
         }
         states[t] = (uint16_t) state;
         state >>= k;
     }
 }
 
-// One function per K, which all callers share.
-EXT_CLONES __attribute__((noinline))
-static void trellis_search_2(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
-    trellis_search_k(2, w, x, n, before, after, states);
-}
+// One function per K and V, which all callers share.
+#define TRELLIS_SEARCH(K, V)                                                                                                                \
+    EXT_CLONES __attribute__((noinline))                                                                                                    \
+    static void trellis_search_##K##_##V(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {       \
+        trellis_search_k(K, V, w, x, n, before, after, states);                                                                             \
+    }
+TRELLIS_SEARCH(4, 1)
+TRELLIS_SEARCH(3, 1)
+TRELLIS_SEARCH(2, 1)
+TRELLIS_SEARCH(3, 2)
+TRELLIS_SEARCH(2, 2)
 
-EXT_CLONES __attribute__((noinline))
-static void trellis_search_4(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
-    trellis_search_k(4, w, x, n, before, after, states);
-}
-
-EXT_CLONES __attribute__((noinline))
-static void trellis_search_3(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
-    trellis_search_k(3, w, x, n, before, after, states);
-}
-
-static inline __attribute__((always_inline)) void trellis_search(int k, struct trellis_work * w, const float * x, int n, int before,
+static inline __attribute__((always_inline)) void trellis_search(struct trellis_type t, struct trellis_work * w, const float * x, int n, int before,
                                                                  int after, uint16_t * states) {
-    (k == 4 ? trellis_search_4 : k == 3 ? trellis_search_3 : trellis_search_2)(w, x, n, before, after, states);
+    (t.k == 4 ? trellis_search_4_1 : t.k == 3 ? t.v == 1 ? trellis_search_3_1 : trellis_search_3_2
+              : t.v == 1 ? trellis_search_2_1 : trellis_search_2_2)(w, x, n, before, after, states);
 }

@@ -25,10 +25,10 @@ static inline int trellis_default_scales(int n, bool with_importance) {
 struct trellis_best {
     float    err;
     uint8_t  d;
-    uint16_t states[QK_K]; // all zero where d = 0
+    uint16_t states[QK_K]; // of the n/v steps; all zero where d = 0
 };
 
-// Input of trellis_encode(), by step.
+// Input of trellis_encode(), in the order of the path, which is that of the metric's steps.
 struct trellis_block {
     const struct ggml_ext_metric * metric; // factorized Hessian (metric.h); NULL: squared error
     int64_t first_step;                    // of the block, in its row
@@ -51,10 +51,10 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(struct
         for (int j = 0; j < n; ++j) {
             z[j] = goal[s + j]*(1.0f/d);
         }
-        trellis_search(t.k, w, z, n, s == 0 ? -1 : states[s - 1], -1, path);
+        trellis_search(t, w, z, n, s == 0 ? -1 : states[s/t.v - 1], -1, path);
+        memcpy(states + s/t.v, path, (size_t) (S/t.v)*sizeof(path[0]));
         for (int j = 0; j < S; ++j) {
-            states[s + j] = path[j];
-            errors[j]     = in->x[s + j] - d*trellis_value(w, path[j]);
+            errors[j] = in->x[s + j] - d*trellis_value(t.v, w, path, j);
         }
         const int64_t step_in_hessian = in->first_step%in->metric->columns + s;
         for (int r = s + S; r < t.n; r += S) {
@@ -144,21 +144,20 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
     float e[QK_K], g[QK_K]; // g: schur times the errors
     metric_find_optimum(in->metric, in->first_step, t.n, in->x, in->goal, e);
     for (int i = 0; i < t.n; ++i) {
-        e[i] -= d*trellis_value(w, best->states[i]);
+        e[i] -= d*trellis_value(t.v, w, best->states, i);
     }
     metric_multiply(t.n, schur, e, g);
     for (int s = 0; s + W <= t.n; s += W/2, inverse += W*W) {
-        uint16_t * states = best->states + s, path[W];
+        uint16_t * states = best->states + s/t.v, path[W];
         float z[W], change[W], product[W];
         metric_multiply(W, inverse, g + s, z);
         for (int i = 0; i < W; ++i) {
-            z[i] = trellis_value(w, states[i]) + z[i]*inv_d;
+            z[i] = trellis_value(t.v, w, states, i) + z[i]*inv_d;
         }
-        trellis_search(t.k, w, z, W, s == 0 ? -1 : states[-1],
-                       s + W == t.n ? -1 : states[W - 1] & (n_groups - 1), path);
+        trellis_search(t, w, z, W, s == 0 ? -1 : states[-1], s + W == t.n ? -1 : states[W/t.v - 1] & (n_groups - 1), path);
         float sum = 0.0f;
         for (int i = 0; i < W; ++i) {
-            change[i] = d*(trellis_value(w, path[i]) - trellis_value(w, states[i]));
+            change[i] = d*(trellis_value(t.v, w, path, i) - trellis_value(t.v, w, states, i));
         }
         memset(product, 0, sizeof(product));
         metric_add_matrix(W, schur + s*t.n + s, t.n, W, change, product);
@@ -171,7 +170,7 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
             }
             const int first = s/W*W; // earlier gradients are not used again
             metric_add_matrix(t.n - first, schur + s*t.n + first, t.n, W, change, g + first);
-            memcpy(states, path, sizeof(path));
+            memcpy(states, path, (size_t) (W/t.v)*sizeof(path[0]));
         }
     }
 }
@@ -192,10 +191,10 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
         for (int i = 0; i < t.n; ++i) {
             v[i] = in->goal[i]*inv_d;
         }
-        trellis_search(t.k, w, v, t.n, -1, -1, states);
+        trellis_search(t, w, v, t.n, -1, -1, states);
     }
     for (int i = 0; i < t.n; ++i) {
-        v[i] = trellis_value(w, states[i]);
+        v[i] = trellis_value(t.v, w, states, i);
         e[i] = in->goal[i] - d*v[i];
     }
     *squared_error = trellis_dot(t.n, e, e);
@@ -203,7 +202,7 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
     if (err < best->err) {
         best->err = err;
         best->d   = (uint8_t) scale_byte;
-        memcpy(best->states, states, (size_t) t.n*sizeof(states[0]));
+        memcpy(best->states, states, (size_t) (t.n/t.v)*sizeof(states[0]));
     }
     return d + d_change;
 }
@@ -214,7 +213,7 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     const float d = ggml_ext_e5m3_to_float(best->d);
     float e[QK_K], r[QK_K], z[QK_K];
     for (int i = 0; i < t.n; ++i) {
-        z[i] = d*trellis_value(w, best->states[i]);
+        z[i] = d*trellis_value(t.v, w, best->states, i);
         e[i] = in->x[i] - z[i];
         r[i] = in->goal[i] - z[i];
     }
@@ -278,7 +277,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     const float energy = trellis_dot(t.n, in->goal, in->goal), error_limit = TRELLIS_GAUSSIAN_LIMIT(t.n)*t.nmse*energy;
     const float gaussian_scale = sqrtf(energy*(1.0f/t.n))/w->code_rms;
     const bool  has_correlations = in->metric && in->metric->windows, is_diagonal = in->metric && !has_correlations; // the Hessian
-    float target = gaussian_scale*t.gain, squared_error = 0.0f;
+    float target = gaussian_scale*(has_correlations ? t.feedback_gain : t.gain), squared_error = 0.0f;
     // with a diagonal, a search without feedback gives a cheap estimate of the scale and of whether the block is Gaussian
     const int   estimate_byte = is_diagonal ? trellis_next_scale(target, tried, 0) : -1;
     if (estimate_byte > 0) {
@@ -296,12 +295,12 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
 }
 
 // Writes the bytes of a path.
-static inline void trellis_pack(int k, int n, const struct trellis_best * best, uint8_t * start, uint8_t * symbols) {
-    uint8_t by_position[QK_K];
-    for (int t = 0; t < n; ++t) {
-        by_position[ggml_ext_trellis_position(n, t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
+static inline void trellis_pack(int k, int v, int n, const struct trellis_best * best, uint8_t * start, uint8_t * symbols) {
+    uint8_t c[QK_K];
+    for (int t = 0; t < n/v; ++t) {
+        c[t] = (uint8_t) (best->states[t] & ((1 << k) - 1));
     }
-    ggml_ext_trellis_pack(k, n, by_position, symbols);
+    ggml_ext_trellis_pack(k, v, n, c, symbols);
     const int before = best->states[0] >> k;
     *start = 0;
     for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // the inverse of ggml_ext_trellis_start_state()
@@ -328,23 +327,23 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
         float * errors = metric ? ext_rows_errors(&rows) : NULL;
         const float d = ggml_ext_e5m3_to_float(best.d);
         for (int j = 0; j < t.n && metric; ++j) {
-            errors[j] = best.d == 0 || !finite ? in.x[j] : in.x[j] - d*trellis_value(w, best.states[j]);
+            errors[j] = best.d == 0 || !finite ? in.x[j] : in.x[j] - d*trellis_value(t.v, w, best.states, j);
         }
     }
     ext_rows_end(&rows);
     trellis_end(w);
 }
 
-#define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, GAIN, UNIT, NMSE)                                                        \
+#define GGML_EXT_X(NAME, name, K, V, N, CODE, OFFSET, GAIN, FEEDBACK, UNIT, NMSE)                                                        \
     static void put_##name(void * dst, int64_t i, const struct trellis_best * best) {                                      \
         block_##name * b = (block_##name *) dst + i;                                                                       \
         b->d = best->d;                                                                                                    \
-        trellis_pack(K, N, best, &b->start, b->symbols);                                                                   \
+        trellis_pack(K, V, N, best, &b->start, b->symbols);                                                                   \
     }                                                                                                                      \
     EXT_CLONES                                                                                                             \
     void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                 \
                                 const float * importance, const struct ggml_ext_quantize_params * params) {                \
-        const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, OFFSET, GAIN, UNIT, NMSE};                         \
+        const struct trellis_type t = {K, V, N, &ggml_ext_##name##_tables, OFFSET, GAIN, FEEDBACK, UNIT, NMSE};                         \
         const int n_scales = params->trellis_passes ? params->trellis_passes                                               \
                                                     : trellis_default_scales(N, importance && !params->metric);             \
         struct ggml_ext_metric * diagonal = NULL;                                                                          \

@@ -163,7 +163,7 @@ CHOICES = (
     ("three bits, smaller than Q3_K ({q3_k:.2f}) and more accurate", "itq3_t", None),
     ("three bits, fastest generation", "itq3_s", None),
     ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
-    ("the smallest ggml-ext type", "itq2_t", None),
+    ("below two bits, where no other type fits into memory", "itq1h_t", None),
 )
 
 

@@ -45,16 +45,18 @@ WEIGHT_FIELDS = {
     "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
     "student_t4_rel_mse": float, "hessian_gain": float, "fns_limits": str,
 }
-# Trellis types have these fields or trellis_code, the type whose code they share. trellis_values: two tables of 16 bytes
+# Trellis types have these fields or trellis_code, the type whose code they share. trellis_values: two tables of 16 bytes for each of the weights
 TRELLIS_FIELDS = {"trellis_bits": int, "trellis_weights": int, "trellis_states": int, "trellis_values": list, "trellis_offset": float,
-                  "trellis_gain": float, "trellis_unit": float}
-TRELLIS_CODES = ((4, 1, 4096), (3, 1, 4096), (2, 1, 4096))  # (bits, weights, states) that ggml_ext/types/trellis.h defines indices for
-COLUMN_WIDTHS = (9, 9, 2, 4, 7, 7, 6, 7, 0)  # of the table of trellis types
+                  "trellis_gain": float, "trellis_feedback_gain": float, "trellis_unit": float}
+TRELLIS_CODES = ((4, 1, 4096), (3, 1, 4096), (2, 1, 4096), (3, 2, 4096), (2, 2, 4096))  # (bits, weights, states) that ggml_ext/types/trellis.h defines indices for
+COLUMN_WIDTHS = (10, 10, 2, 2, 4, 8, 7, 6, 9, 7, 0)  # of the table of trellis types
 CODEBOOK_FIELDS = {"codebook": list, "codebook_offset": float}  # types with one codebook for all blocks; the upper 16 codes
 OPTIONAL_FIELDS = {"fns_dot_error": float}
 # upstream type -> its limits in test-quantize-fns, for weights and for products
 FNS_LIMITS = {"iq3_s": ("MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "MAX_DOT_PRODUCT_ERROR_LOWBIT"),
               "iq2_s": ("MAX_QUANTIZATION_TOTAL_ERROR_2BITS", "MAX_DOT_PRODUCT_ERROR_LOWBIT"),
+              "q1_0": ("MAX_QUANTIZATION_TOTAL_ERROR_BINARY", "MAX_DOT_PRODUCT_ERROR_BINARY"),
+              "tq2_0": ("MAX_QUANTIZATION_TOTAL_ERROR_TERNARY", "MAX_DOT_PRODUCT_ERROR_TERNARY"),
               "q5_k": ("MAX_QUANTIZATION_TOTAL_ERROR", "MAX_DOT_PRODUCT_ERROR")}
 
 
@@ -140,8 +142,9 @@ def check_trellis(row: dict, where: str) -> None:
     if code not in TRELLIS_CODES:
         raise TableError(f"{where}: a trellis of (bits, weights, states) {code} has no indices in types/trellis.h, which has {TRELLIS_CODES}")
     tables = row["trellis_values"]
-    if [[type(v) for v in t] for t in tables] != [[int] * 16] * 2 or min(map(min, tables)) < 0 or sum(map(max, tables)) > 127:
-        raise TableError(f"{where}: field 'trellis_values' must be two tables of 16 integers whose sums are in 0..127")
+    is_valid = [[type(v) for v in t] for t in tables] == [[int] * 16] * 2 * weights and min(map(min, tables)) >= 0
+    if not is_valid or any(sum(map(max, tables[i : i + 2])) > 127 for i in range(0, len(tables), 2)):
+        raise TableError(f"{where}: field 'trellis_values' must be {2 * weights} tables of 16 integers; the sums of two must be in 0..127")
     n_bytes = 2 + row["block_size"] // weights * bits // 8  # scale, start and symbols
     expected = {"block_bytes": n_bytes, "rotated": True, "unpack_min": 0, "unpack_max": 127, "group": row["block_size"],
                 "activation": "q8_kr" if row["block_size"] == MAX_BLOCK_SIZE else "q8_kr64"}
@@ -243,9 +246,9 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
            f"#define GGML_EXT_SIGNS {{{words_of(signs)}}}"]
     for name, rows in (("GGML_EXT_TRELLIS_CASES", trellis), ("GGML_EXT_CODEBOOK_CASES", codebook)):
         out += ["", macro(name, [f"case GGML_TYPE_{row['name'].upper()}:" for row in rows])]
-    cells = [["NAME,", "name,", "K,", "n,", "code,", "offset,", "gain,", "unit,", "NMSE"]]
-    cells += [[f"{row['name'].upper()},", f"{row['name']},", f"{row['trellis_bits']},", f"{row['block_size']},", f"{row['trellis_code']},",
-               *(f"{row[field]}f," for field in ("trellis_offset", "trellis_gain", "trellis_unit")), f"{row['usual_rel_mse']}f"] for row in trellis]
+    cells = [["NAME,", "name,", "K,", "V,", "n,", "code,", "offset,", "gain,", "feedback,", "unit,", "NMSE"]]
+    cells += [[f"{row['name'].upper()},", f"{row['name']},", f"{row['trellis_bits']},", f"{row['trellis_weights']},", f"{row['block_size']},", f"{row['trellis_code']},",
+               *(f"{row[field]}f," for field in ("trellis_offset", "trellis_gain", "trellis_feedback_gain", "trellis_unit")), f"{row['usual_rel_mse']}f"] for row in trellis]
     head, *lines = [" ".join(f"{cell:<{width}}" for cell, width in zip(line, COLUMN_WIDTHS)).rstrip() for line in cells]
     out += ["", f"//  ({head})", macro("GGML_EXT_TRELLIS_TYPES(X)", [f"X({line})" for line in lines])]
     for row in trellis:
@@ -268,7 +271,8 @@ def render_vulkan_blocks(types: list[dict]) -> str:
                 f"struct ext_block {{ uint{bits}_t w[{row['block_bytes'] * 8 // bits}]; }};"]
         if is_trellis(row):
             out.append(f"#define EXT_TRELLIS_K {row['trellis_bits']}")
-            out += [f"const uint ext_trellis_values{t}[4] = uint[4]({words_of(bytes(row['trellis_values'][t]))});" for t in range(2)]
+            out.append(f"#define EXT_TRELLIS_V {row['trellis_weights']}")
+            out += [f"const uint ext_trellis_values{t}[4] = uint[4]({words_of(bytes(table))});" for t, table in enumerate(row["trellis_values"])]
             out.append(f"const float ext_trellis_offset = {row['trellis_offset']};")
         if "codebook" in row:
             out += [f"const uint ext_codebook[4] = uint[4]({words_of(bytes(row['codebook']))});",
@@ -339,15 +343,26 @@ class TypeInfo:
     trellis_bits: int | None = None     # bits per symbol (ggml_ext/types/trellis.h)
     trellis_weights: int | None = None  # weights per symbol
     trellis_states: int | None = None
-    trellis_values: list[list[int]] | None = None  # two tables of 16 values
+    trellis_values: list[list[int]] | None = None  # two tables of 16 values for each of the weights
     trellis_offset: float | None = None
     trellis_gain: float | None = None  # first scale candidate relative to the one that gives the code the block's energy
+    trellis_feedback_gain: float | None = None  # the same with a block-diagonal or full Hessian
     trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
     codebook: list[int] | None = None     # upper half of the codebook (ggml_ext/types/ditto5.h)
     codebook_offset: float | None = None
 
 
 '''
+
+
+def pack(words: list[str], width: int = 130) -> list[str]:
+    """Join words to lines of at most this width."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] += " " * bool(lines[-1]) + word
+    return lines
 
 
 def render_module(ids: dict, signs: bytes, types: list[dict]) -> str:
@@ -367,7 +382,7 @@ def render_module(ids: dict, signs: bytes, types: list[dict]) -> str:
         fields += WEIGHT_FIELDS if row["kind"] == "weight" else []
         fields += [field for field in (*OPTIONAL_FIELDS, *TRELLIS_FIELDS, *CODEBOOK_FIELDS) if field in row]
         out += f'    "{row["name"]}": TypeInfo(\n'
-        out += "".join(f"        {field}={value(row, field)},\n" for field in fields)
+        out += "".join(f"        {line}\n" for line in pack([f"{field}={value(row, field)}," for field in fields]))
         out += "    ),\n"
     out += "}\n\n"
     out += 'WEIGHT_TYPES: dict[str, TypeInfo] = {n: t for n, t in TYPES.items() if t.kind == "weight"}\n'

@@ -32,7 +32,10 @@ def weight_types() -> list[str]:
 
 
 def trellis_codes(bits: int, values: list[list[int]]) -> list[int]:
-    """Return the codes of all 4096 states (ggml_ext/types/trellis.h), indexed as metal/trellis.metal does."""
+    """Return the codes of all 4096 states (ggml_ext/types/trellis.h), indexed as metal/trellis.metal does.
+
+    The codes of a second weight are in upper bytes.
+    """
     codes = []
     for i in range(4096):
         pairs = [i >> shift & 15 for shift in range(12 - 4 if bits == 2 else 4, -1, -2)]  # pair(t), pair(t-1) ...
@@ -41,18 +44,20 @@ def trellis_codes(bits: int, values: list[list[int]]) -> list[int]:
         elif bits == 3:
             i0, i1 = pairs[0] ^ pairs[1] ^ pairs[2], pairs[0] ^ i >> 8
         else:
-            i0, i1 = pairs[0] ^ pairs[4], pairs[2]
-        codes.append(values[0][i0] + values[1][i1])
+            i0, i1 = pairs[0] ^ pairs[4], pairs[2] if len(values) == 2 else pairs[0] ^ pairs[2] ^ pairs[4]
+        second = values[2][pairs[0] ^ pairs[2]] + values[3][i1] if len(values) == 4 else 0
+        codes.append(values[0][i0] + values[1][i1] + 256 * second)
     return codes
 
 
 def code_tables() -> list[str]:
     """Return the lines of a table for each trellis code."""
     header, lines = CODES_HEADER.read_text(), []
-    bits = {code: int(k) for k, code in re.findall(r"^    X\(\w+, +\w+, +(\d+), +\d+, +(\w+),", header, re.M)}
-    for code, *tables in re.findall(r"^#define GGML_EXT_TRELLIS_TABLES_(\w+) \{\{\{(.*)\}, \{(.*)\}\}\}$", header, re.M):
-        codes = map(str, trellis_codes(bits[code], [list(map(int, table.split(", "))) for table in tables]))
-        lines.append(f"constant uint8_t ggml_ext_{code}_codes[4096] = {{{','.join(codes)}}};")
+    bits = {code: int(k) for k, code in re.findall(r"^    X\(\w+, +\w+, +(\d+), +\d+, +\d+, +(\w+),", header, re.M)}
+    for code, tables in re.findall(r"^#define GGML_EXT_TRELLIS_TABLES_(\w+) \{\{\{(.*)\}\}\}$", header, re.M):
+        values = [list(map(int, table.split(", "))) for table in tables.split("}, {")]
+        codes = ",".join(map(str, trellis_codes(bits[code], values)))
+        lines.append(f"constant {'uint8_t' if len(values) == 2 else 'ushort'} ggml_ext_{code}_codes[4096] = {{{codes}}};")
     return lines
 
 

@@ -10,17 +10,22 @@
 enum { BLOCK = 256, STATES = 4096, MAX_GROUPS = STATES/4 };
 
 struct work {
-    float code[STATES]; // state j << K | a is element j of plane a
+    float code[2][STATES]; // of each weight of a step; state j << K | a is element j of plane a
     float planes[MAX_GROUPS], least[BLOCK][MAX_GROUPS];
 };
 
+// Returns the squared error of the V weights at x with the values of element i.
+static inline __attribute__((always_inline)) float squared_error(int v, const struct work * w, const float * x, int i) {
+    const float e = x[0] - w->code[0][i], f = v == 2 ? x[1] - w->code[1][i] : 0.0f;
+    return e*e + f*f;
+}
+
 // Returns the cheapest of the states first, first + step, ...; of equals the first one.
-static inline int best_state(int k, const struct work * w, const float * least, float x, int first, int step) {
+static inline int best_state(int k, int v, const struct work * w, const float * least, const float * x, int first, int step) {
     float best_cost = INFINITY;
     int   best      = first;
     for (int state = first; state < STATES; state += step) {
-        const float e = x - w->code[(state & ((1 << k) - 1))*(STATES >> k) + (state >> k)];
-        const float c = least[state >> k] + e*e;
+        const float c = least[state >> k] + squared_error(v, w, x, (state & ((1 << k) - 1))*(STATES >> k) + (state >> k));
         if (c < best_cost) {
             best_cost = c;
             best      = state;
@@ -29,21 +34,20 @@ static inline int best_state(int k, const struct work * w, const float * least, 
     return best;
 }
 
-// Inlined for each K: compilers vectorize the loops when their bounds are constants.
-static inline __attribute__((always_inline)) void search(int k, struct work * w, const float x[BLOCK], int n_starts,
-                                                         const uint16_t * end, uint16_t states[BLOCK]) {
-    const int n_symbols = 1 << k, n_groups = STATES >> k, n = n_groups >> k;
+// Inlined for each K and V: compilers vectorize the loops when their bounds are constants.
+static inline __attribute__((always_inline)) void search(int k, int v, struct work * w, const float x[BLOCK], int n_starts,
+                                                         const uint16_t * end, uint16_t * states) {
+    const int n_symbols = 1 << k, n_groups = STATES >> k, n = n_groups >> k, n_steps = BLOCK/v;
     for (int j = 0; j < n_groups; ++j) {
         w->least[0][j] = (end ? j == (*end & (n_groups - 1)) : j < n_starts) ? 0.0f : FLT_MAX;
     }
-    for (int t = 1; t < BLOCK; ++t) {
+    for (int t = 1; t < n_steps; ++t) {
         const float * least = w->least[t - 1];
         for (int a = 0; a < n_symbols; ++a) {
             for (int r = 0; r < n; ++r) {
                 float m = FLT_MAX;
                 for (int p = 0; p < n_symbols; ++p) {
-                    const float e = x[t - 1] - w->code[a*n_groups + p*n + r];
-                    const float c = least[p*n + r] + e*e;
+                    const float c = least[p*n + r] + squared_error(v, w, x + (t - 1)*v, a*n_groups + p*n + r);
                     m = c < m ? c : m;
                 }
                 w->planes[a*n + r] = m;
@@ -55,30 +59,33 @@ static inline __attribute__((always_inline)) void search(int k, struct work * w,
             }
         }
     }
-    states[BLOCK - 1] = end ? *end : (uint16_t) best_state(k, w, w->least[BLOCK - 1], x[BLOCK - 1], 0, 1);
-    for (int t = BLOCK - 1; t > 0; --t) {
-        states[t - 1] = (uint16_t) best_state(k, w, w->least[t - 1], x[t - 1], states[t] >> k, n_groups);
+    states[n_steps - 1] = end ? *end : (uint16_t) best_state(k, v, w, w->least[n_steps - 1], x + (n_steps - 1)*v, 0, 1);
+    for (int t = n_steps - 1; t > 0; --t) {
+        states[t - 1] = (uint16_t) best_state(k, v, w, w->least[t - 1], x + (t - 1)*v, states[t] >> k, n_groups);
     }
 }
 
-// Finds the states of blocks x for a code with k bits per symbol. The state before a block is one of the first n_starts states or, if `ends` is
-// not NULL, the block's own last state, which `ends` fixes (a tail-biting path). Returns 0, or 1 if memory is exhausted.
-int trellis_search(int k, const float code[STATES], const float * x, int64_t n_blocks, int n_starts, const uint16_t * ends,
+// Finds the states of blocks x, BLOCK/v per block, for a code with k bits per symbol and v weights per step; code: [v][STATES]. The state before a
+// block is one of the first n_starts states or, if `ends` is not NULL, the block's own last state, which `ends` fixes (a tail-biting path). Returns
+// 0, or 1 if memory is exhausted.
+int trellis_search(int k, int v, const float * code, const float * x, int64_t n_blocks, int n_starts, const uint16_t * ends,
                    uint16_t * states) {
     struct work * w = malloc(sizeof(*w));
     if (w == NULL) {
         return 1;
     }
-    for (int s = 0; s < STATES; ++s) {
-        w->code[(s & ((1 << k) - 1))*(STATES >> k) + (s >> k)] = code[s];
+    for (int s = 0; s < v*STATES; ++s) {
+        const int state = s%STATES;
+        w->code[s/STATES][(state & ((1 << k) - 1))*(STATES >> k) + (state >> k)] = code[s];
     }
-    for (int64_t b = 0; b < n_blocks; ++b) {
-        if (k == 4) {
-            search(4, w, x + b*BLOCK, n_starts, ends ? ends + b : NULL, states + b*BLOCK);
-        } else if (k == 3) {
-            search(3, w, x + b*BLOCK, n_starts, ends ? ends + b : NULL, states + b*BLOCK);
-        } else {
-            search(2, w, x + b*BLOCK, n_starts, ends ? ends + b : NULL, states + b*BLOCK);
+    for (int64_t b = 0; b < n_blocks; ++b, x += BLOCK, states += BLOCK/v) {
+        const uint16_t * end = ends ? ends + b : NULL;
+        switch (10*k + v) {
+            case 41: search(4, 1, w, x, n_starts, end, states); break;
+            case 31: search(3, 1, w, x, n_starts, end, states); break;
+            case 21: search(2, 1, w, x, n_starts, end, states); break;
+            case 32: search(3, 2, w, x, n_starts, end, states); break;
+            case 22: search(2, 2, w, x, n_starts, end, states); break;
         }
     }
     free(w);

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Search the codes of ITQ4_T, ITQ3_T and ITQ2_T: trellis_values and trellis_offset of ggml_ext/types.toml.
+"""Search the codes of the trellis types: trellis_values and trellis_offset of ggml_ext/types.toml.
 
-    trellis_search.py [--bits 4|3|2] [--map 'p0^p1^p2|p0^e'] [--seeds 4] [--steps 8000,4000] [--blocks 64,320]
-    trellis_search.py --maps [--bits 4|3|2] [--steps 3000,1000]
+    trellis_search.py [--type itq3_t] [--map 'p0^p1^p2|p0^e'] [--seeds 4] [--steps 8000,4000] [--blocks 64,320]
+    trellis_search.py --maps [--type itq3_t] [--steps 3000,1000]
     trellis_search.py --compare
 
 ggml_ext/types/trellis.h defines the tables and their indices. The search is simulated annealing with several seeds, first on a small sample of
@@ -11,8 +11,8 @@ the blocks' current paths. The objective is the NMSE of the best paths, with any
 choose among the seeds. The values are then scaled and rounded to integers with sums up to 127. A seed takes four minutes on one core of a Zen 4
 EPYC. Requires a C compiler, `cc`.
 
---map searches with another pair of indices: p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. --maps compares maps that
-decoders can compute with few operations, with one seed each. --compare prints the NMSE of the codes of types.toml with other starts and scales.
+--map searches with other indices, two per weight of a step: p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. --maps compares
+maps that decoders can compute with few operations, with one seed each. --compare prints the NMSE of the codes of types.toml with other starts and scales.
 """
 from __future__ import annotations
 
@@ -36,24 +36,31 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILE = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-BLOCK, STATES, BITS = 256, 4096, (4, 3, 2)
+BLOCK, STATES = 256, 4096
+# bits per symbol and weights per step
+SHAPES = {"itq4_t": (4, 1), "itq3_t": (3, 1), "itq2_t": (2, 1), "itq1h_t": (3, 2), "itq1_t": (2, 2)}
 TEST_BLOCKS = 4096  # a million weights
 JUDGE_BLOCKS = 1024  # choose among seeds
 MAX_CODE = 127
 FIRST_TABLES, FIRST_FITS = 12, 3  # random tables and fits of each; annealing starts from the best
 QUANTILES = np.array([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
-# By bits per symbol: range of the first table's initial share of the energy, and initial standard deviation of the code. With more bits,
-# larger values are worth their cost.
-SHARES, SPREADS = {4: (0.75, 0.97), 3: (0.5, 0.8), 2: (0.5, 0.8)}, {4: 1.15, 3: 1.03, 2: 1.03}
+# By type: range of the first table's initial share of the energy, and initial standard deviation of the code. With more bits, larger
+# values are worth their cost.
+SHARES = {"itq4_t": (0.75, 0.97)} | dict.fromkeys(("itq3_t", "itq2_t", "itq1h_t", "itq1_t"), (0.5, 0.8))
+SPREADS = {"itq4_t": 1.15, "itq3_t": 1.03, "itq2_t": 1.03, "itq1h_t": 0.95, "itq1_t": 0.87}
 # Relative increase of the error that is accepted with probability 1/e: first step, first step on the larger sample, last step
 HEAT = (0.03, 0.002, 0.0002)
 SWAP, NUDGE = 0.75, 0.9   # cumulative probabilities; the remaining changes are fits
 
 # The map of each type, then alternatives. Shifting a field and XORing full words are cheap in every decoder.
 MAPS = {
-    4: ("c0^c2|c1", "c0|c1^c2", "c0^c1|c1^c2", "c0^c2|c0^c1"),
-    3: ("p0^p1^p2|p0^e", "p0^p1^p2|p2^e", "p0^p1^p2|p1^e", "p0^p2|p0^e", "p0^p2|p1^e", "p0|p2^e", "p0^p1|p2^e", "p1^p2|p0^e", "p0^e|p1^p2"),
-    2: ("p0^p4|p2", "p0^p4|p1^p3", "p0^p4|p0^p2", "p0^p4|p0^p2^p4", "p0^p4|p0^p1^p3", "p0^p2^p4|p1^p3", "p0^p3^p4|p1^p2", "p0^p3|p2^p4"),
+    "itq4_t": ("c0^c2|c1", "c0|c1^c2", "c0^c1|c1^c2", "c0^c2|c0^c1"),
+    "itq3_t": ("p0^p1^p2|p0^e", "p0^p1^p2|p2^e", "p0^p1^p2|p1^e", "p0^p2|p0^e", "p0^p2|p1^e", "p0|p2^e", "p0^p1|p2^e", "p1^p2|p0^e", "p0^e|p1^p2"),
+    "itq2_t": ("p0^p4|p2", "p0^p4|p1^p3", "p0^p4|p0^p2", "p0^p4|p0^p2^p4", "p0^p4|p0^p1^p3", "p0^p2^p4|p1^p3", "p0^p3^p4|p1^p2", "p0^p3|p2^p4"),
+    "itq1h_t": ("p0^p1^p2|p0^e|p0^p2|p0^e", "p0^p1^e|p0^p1^p2|p0^p2|p0^e", "p0^p2|p0^p2^e|p0^p1^p2|p2^e", "p0^p2|p1^e|p0^e|p0^p1^p2",
+                "p0^p2|p2^e|p0^p1^p2|p2^e"),
+    "itq1_t": ("p0^p4|p0^p2^p4|p0^p2|p0^p2^p4", "p0^p1^p4|p2^p3^p4|p0^p2^p4|p0^p2^p3", "p0^p1^p4|p2|p0^p3^p4|p0^p4",
+               "p0^p1^p4|p0^p1^p3|p0^p2^p4|p1^p3^p4"),
 }
 
 # Number of states that may precede a block: all, zero, those of a start byte; circle: only the block's own last state.
@@ -64,7 +71,7 @@ COLUMNS = {"free start": ("free", False, 2), "zero start": ("zero", False, 2), "
            "3 tries": ("byte", True, 3)}
 FORMAT = "3 tries"
 
-Tables = list[np.ndarray]  # two tables of 16 values
+Tables = list[np.ndarray]  # two tables of 16 values for each weight of a step
 
 
 class CompilerError(Exception):
@@ -85,7 +92,7 @@ def load():
             raise CompilerError(f"the C compiler {COMPILE[0]!r} fails on {SOURCE.name}: {reason}") from e
         function = ctypes.CDLL(str(path)).trellis_search
     p = ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, p, p, ctypes.c_int64, ctypes.c_int, p, p]
+    function.argtypes = [ctypes.c_int, ctypes.c_int, p, p, ctypes.c_int64, ctypes.c_int, p, p]
     return function
 
 
@@ -106,18 +113,18 @@ def nearest_e5m3(v: np.ndarray, tried: list[np.ndarray]) -> np.ndarray:
 
 
 class Encoder:
-    """Finds the best paths of blocks through the trellis of K bits per weight."""
+    """Finds the best paths of blocks through the trellis of a type."""
 
-    def __init__(self, k: int):
-        self.k = k
+    def __init__(self, name: str):
+        self.k, self.v = SHAPES[name]
         self._search = load()
 
     def paths(self, x: np.ndarray, code: np.ndarray, n_starts: int, ends: np.ndarray | None = None) -> np.ndarray:
-        """Return the states (n, 256) of blocks x (n, 256), which are in units of the code (4096,)."""
+        """Return the states (n, 256/V) of blocks x (n, 256), which are in units of the code (V, 4096)."""
         x, code = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(code, np.float32)
         ends = ends if ends is None else np.ascontiguousarray(ends, np.uint16)
-        states = np.empty(x.shape, np.uint16)
-        if self._search(self.k, code.ctypes.data, x.ctypes.data, len(x), n_starts, ends if ends is None else ends.ctypes.data,
+        states = np.empty((len(x), BLOCK // self.v), np.uint16)
+        if self._search(self.k, self.v, code.ctypes.data, x.ctypes.data, len(x), n_starts, ends if ends is None else ends.ctypes.data,
                         states.ctypes.data):
             raise MemoryError
         return states
@@ -143,9 +150,10 @@ class Encoder:
             tried.append(d)
             y = x * (1 / d).astype(np.float32)[:, None]
             # the state that closes a circle comes from a search with the joint in the middle of the block
-            ends = self.paths(np.roll(y, BLOCK // 2, 1), code, STATES)[:, BLOCK // 2 - 1] if start == "circle" else None
+            middle = BLOCK // 2 // self.v
+            ends = self.paths(np.roll(y, BLOCK // 2, 1), code, STATES)[:, middle - 1] if start == "circle" else None
             states = self.paths(y, code, N_STARTS[start], ends)
-            v = code[states]
+            v = decode(code, states)
             ideal = (x * v).sum(1) / (v * v).sum(1)
             d = d if e5m3 else ideal
             best = np.minimum(best, ((x - d[:, None] * v) ** 2).sum(1))
@@ -158,8 +166,14 @@ class Encoder:
         return {name: self.error(x, code, *options) for name, options in COLUMNS.items()}
 
 
-def indices(k: int, map_text: str) -> Tables:
-    """Return the indices of all states into the two value tables; ValueError if the map is malformed."""
+def decode(code: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """Return the values (n, steps*V) of states (n, steps), of a code (V, 4096)."""
+    return np.moveaxis(code[:, states], 0, -1).reshape(len(states), -1)
+
+
+def indices(name: str, map_text: str) -> Tables:
+    """Return the indices of all states into the value tables; ValueError if the map is malformed."""
+    k, v = SHAPES[name]
     c = [np.arange(STATES) >> k * i & (1 << k) - 1 for i in range(12 // k)]
     if k == 4:
         fields = {f"c{i}": symbols for i, symbols in enumerate(c)}
@@ -168,27 +182,31 @@ def indices(k: int, map_text: str) -> Tables:
     if k == 3:
         fields["e"] = sum((c[i] >> 2) << 3 - i for i in range(4))
     sides = [side.strip().split("^") for side in map_text.split("|")]
-    if len(sides) != 2 or not fields.keys() >= {name for side in sides for name in side}:
-        raise ValueError(f"{map_text!r} is not a map of {k} bits; needed two sides separated by |, each of {', '.join(fields)} separated by ^")
-    return [functools.reduce(np.bitwise_xor, (fields[name] for name in side)) for side in sides]
+    if len(sides) != 2 * v or not fields.keys() >= {field for side in sides for field in side}:
+        raise ValueError(f"{map_text!r} is not a map of {name}; needed {2 * v} sides separated by |, each of {', '.join(fields)} separated by ^")
+    return [functools.reduce(np.bitwise_xor, (fields[field] for field in side)) for side in sides]
 
 
 def make_code(index: Tables, values: Tables) -> np.ndarray:
-    """Return the values of all states."""
-    return values[0][index[0]] + values[1][index[1]]
+    """Return the values of all states (V, 4096)."""
+    terms = [table[i] for table, i in zip(values, index, strict=True)]
+    return np.array([a + b for a, b in zip(terms[::2], terms[1::2], strict=True)])
 
 
 def fit(x: np.ndarray, states: np.ndarray, index: Tables) -> Tables:
     """Fit the values to the paths of blocks by least squares."""
-    entries, target = [i[states].ravel() for i in index], x.ravel()
-    normal, right = np.zeros((32, 32)), np.zeros(32)
-    for p in range(2):
-        right[16 * p:16 * p + 16] = np.bincount(entries[p], target, 16)
-        for q in range(2):
-            normal[16 * p:16 * p + 16, 16 * q:16 * q + 16] = np.bincount(entries[p] * 16 + entries[q], minlength=256).reshape(16, 16)
-    normal += 1e-3 * np.eye(32)  # singular without it: a constant can move from one table to the other
-    solution = np.linalg.solve(normal, right)
-    return [solution[:16], solution[16:]]
+    tables = []
+    for v in range(len(index) // 2):
+        entries, target = [i[states].ravel() for i in index[2 * v:2 * v + 2]], x[:, v::len(index) // 2].ravel()
+        normal, right = np.zeros((32, 32)), np.zeros(32)
+        for p in range(2):
+            right[16 * p:16 * p + 16] = np.bincount(entries[p], target, 16)
+            for q in range(2):
+                normal[16 * p:16 * p + 16, 16 * q:16 * q + 16] = np.bincount(entries[p] * 16 + entries[q], minlength=256).reshape(16, 16)
+        normal += 1e-3 * np.eye(32)  # singular without it: a constant can move from one table to the other
+        solution = np.linalg.solve(normal, right)
+        tables += [solution[:16], solution[16:]]
+    return tables
 
 
 @dataclass
@@ -203,8 +221,8 @@ class Code:
 class Search:
     """Simulated annealing of the values of one map."""
 
-    def __init__(self, k: int, map_text: str, seed: int, n_blocks: tuple[int, int]):
-        self.encoder, self.index, self.rng = Encoder(k), indices(k, map_text), np.random.default_rng(seed)
+    def __init__(self, name: str, map_text: str, seed: int, n_blocks: tuple[int, int]):
+        self.name, self.encoder, self.index, self.rng = name, Encoder(name), indices(name, map_text), np.random.default_rng(seed)
         self.samples = [sample(300 + seed + 1000 * i, n) for i, n in enumerate(n_blocks)]
         x = self.samples[0]
         self.best = self.current = min((self._random_code(x) for _ in range(FIRST_TABLES)), key=lambda code: code.error)
@@ -213,11 +231,11 @@ class Search:
     def _measure(self, x: np.ndarray, values: Tables) -> Code:
         code = make_code(self.index, values)
         states = self.encoder.paths(x, code, STATES)
-        return Code(values, float(((x - code[states]) ** 2).mean(dtype=np.float64) / (x.astype(np.float64) ** 2).mean()), states)
+        return Code(values, float(((x - decode(code, states)) ** 2).mean(dtype=np.float64) / (x.astype(np.float64) ** 2).mean()), states)
 
     def _random_code(self, x: np.ndarray) -> Code:
-        share, spread = self.rng.uniform(*SHARES[self.encoder.k]), SPREADS[self.encoder.k]
-        values = [spread * np.sqrt(part) * self.rng.permutation(QUANTILES) for part in (share, 1 - share)]
+        share, spread = self.rng.uniform(*SHARES[self.name]), SPREADS[self.name]
+        values = [spread * np.sqrt(part) * self.rng.permutation(QUANTILES) for _ in range(self.encoder.v) for part in (share, 1 - share)]
         for _ in range(FIRST_FITS):
             values = fit(x, self._measure(x, values).states, self.index)
         return self._measure(x, values)
@@ -227,7 +245,7 @@ class Search:
         if odds >= NUDGE:
             return fit(x, self.current.states, self.index)
         values = [table.copy() for table in self.current.values]
-        table = values[rng.integers(2)]
+        table = values[rng.integers(len(values))]
         if odds < SWAP:
             i, j = rng.choice(16, 2, False)
             table[[i, j]] = table[[j, i]]
@@ -257,12 +275,17 @@ class Search:
 def round_values(search: Search, x: np.ndarray) -> tuple[Tables, float]:
     """Round the values to integers from 0 with the best of several scales; return them and the offset."""
     values, best = search.best.values, None
-    width, least = sum(np.ptp(t) for t in values), sum(t.min() for t in values)
+    pairs = [values[i:i + 2] for i in range(0, len(values), 2)]  # of each weight of a step
+    lows = [sum(t.min() for t in pair) for pair in pairs]
+    width = max(sum(t.max() for t in pair) - min(lows) for pair in pairs)
     for factor in np.linspace(0.9, 1.0, 21) * MAX_CODE / width:
-        integers = [np.round(factor * (t - t.min())).astype(int) for t in values]
-        if sum(t.max() for t in integers) > MAX_CODE:
+        offset = float(np.round(-min(lows) * factor))  # an integer, because CUDA's tiles hold code - offset in a byte
+        integers = []
+        for pair, low in zip(pairs, lows, strict=True):
+            first, second = (np.round(factor * (t - t.min())).astype(int) for t in pair)
+            integers += [first + int(np.round(offset + factor * low)), second]
+        if max(a.max() + b.max() for a, b in zip(integers[::2], integers[1::2], strict=True)) > MAX_CODE:
             continue
-        offset = float(np.round(-least * factor))  # an integer, because CUDA's tiles hold code - offset in a byte
         error = search.encoder.error(x, make_code(search.index, integers) - offset)
         if best is None or error < best[0]:
             best = error, integers, offset
@@ -271,15 +294,16 @@ def round_values(search: Search, x: np.ndarray) -> tuple[Tables, float]:
 
 def toml(values: Tables, offset: float) -> str:
     """Format the values as lines of types.toml."""
-    return f"trellis_values = [{values[0].tolist()},\n{' ' * 18}{values[1].tolist()}]\ntrellis_offset = {offset}"
+    tables = f",\n{' ' * 18}".join(str(table.tolist()) for table in values)
+    return f"trellis_values = [{tables}]\ntrellis_offset = {offset}"
 
 
-def search_code(k: int, map_text: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+def search_code(name: str, map_text: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
     """Search with several seeds and print the best code."""
     best, judge = None, sample(302, JUDGE_BLOCKS)
-    print(f"K = {k}, {map_text}: NMSE of {blocks[0]} blocks before annealing, of {blocks[1]} after it, of {JUDGE_BLOCKS} others")
+    print(f"{name}, {map_text}: NMSE of {blocks[0]} blocks before annealing, of {blocks[1]} after it, of {JUDGE_BLOCKS} others")
     for seed in range(1, n_seeds + 1):
-        search = Search(k, map_text, seed, blocks)
+        search = Search(name, map_text, seed, blocks)
         search.run(n_steps)
         error = search.error(judge)
         print(f"  seed {seed:2}   {search.first_error:.5f} -> {search.best.error:.5f}   {error:.5f}", flush=True)
@@ -295,21 +319,21 @@ def search_code(k: int, map_text: str, n_seeds: int, n_steps: tuple[int, int], b
     print(toml(values, offset))
 
 
-def compare_maps(k: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+def compare_maps(name: str, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
     """Search with each map of MAPS and print the NMSE."""
     test = sample(501, JUDGE_BLOCKS)
-    print(f"| K = {k} | NMSE of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
-    for map_text in MAPS[k]:
-        search = Search(k, map_text, 1, blocks)
+    print(f"| {name} | NMSE of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
+    for map_text in MAPS[name]:
+        search = Search(name, map_text, 1, blocks)
         search.run(n_steps)
         print(f"| {map_text.replace('|', ', ')} | {search.error(test):.5f} |", flush=True)
 
 
-def shipped(k: int) -> np.ndarray:
+def shipped(name: str) -> np.ndarray:
     """Return the values of the states in types.toml, with the offset subtracted."""
     rows = tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["type"]
-    row = next(r for r in rows if r["name"] == f"itq{k}_t")
-    return make_code(indices(k, MAPS[k][0]), [np.array(t) for t in row["trellis_values"]]) - row["trellis_offset"]
+    row = next(r for r in rows if r["name"] == name)
+    return make_code(indices(name, MAPS[name][0]), [np.array(t) for t in row["trellis_values"]]) - row["trellis_offset"]
 
 
 def compare_options() -> None:
@@ -318,9 +342,9 @@ def compare_options() -> None:
     print(f"NMSE of {TEST_BLOCKS} Gaussian blocks. The first four columns have exact scales with two candidates, the others E5M3\n"
           f"scales with a start byte; {FORMAT} are the format.\n")
     print(f"| code | {' | '.join(COLUMNS)} |\n|" + " --- |" * (1 + len(COLUMNS)))
-    for k in BITS:
-        cells = [f"{error:.5f}" for error in Encoder(k).errors(test, shipped(k)).values()]
-        print(f"| ITQ{k}_T | {' | '.join(cells)} |", flush=True)
+    for name in SHAPES:
+        cells = [f"{error:.5f}" for error in Encoder(name).errors(test, shipped(name)).values()]
+        print(f"| {name.upper()} | {' | '.join(cells)} |", flush=True)
 
 
 def parse_counts(text: str) -> tuple[int, int]:
@@ -335,7 +359,7 @@ def parse_counts(text: str) -> tuple[int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", type=int, choices=BITS, default=3, help="bits per weight (default: 3)")
+    parser.add_argument("--type", choices=SHAPES, default="itq3_t", help="(default: itq3_t)")
     parser.add_argument("--map", help="indices to search with (default: those of the type)")
     parser.add_argument("--seeds", type=int, default=4, help="number of searches; the best is printed (default: 4)")
     parser.add_argument("--steps", type=parse_counts, default=(8000, 4000), metavar="SMALL,LARGE",
@@ -348,17 +372,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: needed at least 1")
     try:
-        map_text = args.map or MAPS[args.bits][0]
-        indices(args.bits, map_text)
+        map_text = args.map or MAPS[args.type][0]
+        indices(args.type, map_text)
     except ValueError as e:
         parser.error(f"--map: {e}")
     try:
         if args.compare:
             compare_options()
         elif args.maps:
-            compare_maps(args.bits, args.steps, args.blocks)
+            compare_maps(args.type, args.steps, args.blocks)
         else:
-            search_code(args.bits, map_text, args.seeds, args.steps, args.blocks)
+            search_code(args.type, map_text, args.seeds, args.steps, args.blocks)
     except CompilerError as e:
         print(f"trellis_search.py: {e}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_spe
 from ggml_ext._native.programs import tool_path
 from synth_model import SHAPES, write_model
 
-DEFAULT_TYPES = "itq4_t,itq3_t,itq2_t,itq3_s,ccq2,ditto3,ditto5,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,q5_k,f16"
+DEFAULT_TYPES = "itq4_t,itq3_t,itq2_t,itq1h_t,itq1_t,itq3_s,ccq2,ditto3,ditto5,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,q5_k,f16"
 
 
 def print_table(rows: list[dict], baselines: list[str], n_prompt: int) -> None:

@@ -41,7 +41,7 @@ from ggml_ext._native import library
 from ggml_graph import Graph
 
 DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
-COLUMN_TYPES = "itq3_s,ccq2,ditto3,ditto5,itq4_t,itq3_t,itq2_t,itq4_t64,itq3_t64,itq2_t64,q3_k,iq3_s,q4_0"
+COLUMN_TYPES = "itq3_s,ccq2,ditto3,ditto5,itq4_t,itq3_t,itq2_t,itq1h_t,itq1_t,itq4_t64,itq3_t64,itq2_t64,q3_k,iq3_s,q4_0"
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
 GGML_PREC_F16 = 20
 COPIES_BYTES = 192 << 20  # exceeds all caches

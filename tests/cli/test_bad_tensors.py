@@ -120,7 +120,7 @@ def test_output_is_finite_and_its_error_is_reported(lib, sources, tmp_path, type
 @pytest.mark.parametrize("type_name", [name for name, info in WEIGHT_TYPES.items() if info.rotated])
 def test_largest_rotated_value_keeps_its_precision(lib, type_name):
     """The weights rotate to one value, sqrt(block size) times their magnitude, and keep the precision of small ones. Trellis types,
-    whose codes lie around zero, clip twice as large ones."""
+    whose codes lie around zero, clip twice as large ones; below two bits they clip this block under any scale."""
     info = TYPES[type_name]
     x = largest_weight(GGMLQuantizationType[type_name.upper()]) * quants.SIGNS[None, : info.block_size]
 
@@ -128,7 +128,7 @@ def test_largest_rotated_value_keeps_its_precision(lib, type_name):
         return relative_mse(lib.dequantize(int(info.id), lib.quantize(int(info.id), weights), info.block_size), weights)
 
     assert error(x) <= 1.01 * error(x / 64)
-    assert not info.trellis_values or error(2 * x) > 1.03 * error(x / 64)
+    assert not info.trellis_values or info.bpw < 2 or error(2 * x) > 1.03 * error(x / 64)
 
 
 @pytest.mark.parametrize("options", ["", *IMPORTANCES])

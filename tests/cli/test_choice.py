@@ -91,14 +91,14 @@ def test_size_target_is_the_file_size(workspace):
 
 
 def test_too_small_size_names_the_smallest(workspace):
-    for option, number in (("--target-size", r"1000"), ("--target-bpw", "1.5")):
+    for option, number in (("--target-size", r"1000"), ("--target-bpw", "1")):
         line = workspace.error(option, number)
         assert f"{option} {number} is below the smallest possible, " in line
         assert "or list the default types (see --help) and smaller ones in --target-types" in line
         least = line.split("(")[1].split(" bytes")[0].replace(",", "") if "MiB" in line else line.split("possible, ")[1].split(" bpw")[0]
         workspace.run(option, least)
         if option == "--target-bpw":  # a size leaves room for the keys that OUT may get
-            assert set(workspace.types().values()) == {"itq2_t", "f32"}
+            assert set(workspace.types().values()) == {"itq1_t", "f32"}
         workspace.out.unlink()
     line = workspace.error("--target-bpw", "1.5", "--target-types", "itq2_t,itq3_t")
     assert "raise it to that, or add smaller types to --target-types" in line
@@ -118,6 +118,17 @@ def test_large_size_copies_the_model(fresh):
     assert "target-bpw 12 exceeds what the best types need: OUT is smaller" in out
     assert set(workspace.types().values()) == {"q6_k", "f32"}
     assert gguf.GGUFReader(workspace.out).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q6_K
+
+
+def test_types_below_two_bits_join_where_they_are_needed(workspace):
+    workspace.run("--target-bpw", "1.8")
+    assert {"itq1_t", "itq1h_t"} & set(workspace.types().values())
+    assert bits_per_weight(workspace.out) <= 1.8
+    workspace.run("--target-bpw", "2.6")
+    assert not {"itq1_t", "itq1h_t"} & set(workspace.types().values())
+    workspace.out.unlink()
+    line = workspace.error("--target-bpw", "1.8", "--target-types", "itq2_t,itq3_t")
+    assert "is below the smallest possible, 2." in line
 
 
 def test_types_of_single_tensors_have_priority(workspace):

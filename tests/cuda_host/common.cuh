@@ -49,6 +49,7 @@ static inline uint32_t select(uint32_t x, uint32_t y, uint32_t mask) { return (x
 static inline uint32_t in_register(uint32_t x) { return x; }
 template <typename T> static inline T __ldg(const T * p) { return *p; }
 } // namespace ggml_ext
+static inline uint32_t __funnelshift_l(uint32_t lo, uint32_t hi, uint32_t n) { return (((uint64_t) hi << 32 | lo) << n % 32) >> 32; }
 static inline uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext::prmt(lo, hi, s & 0x7777); }
 
 static inline int ggml_cuda_dp4a(int a, int b, int c) {

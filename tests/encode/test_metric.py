@@ -34,6 +34,7 @@ def numpy_encoder(name: str):
 CASES = [  # type, columns, full Hessian, segment
     ("itq3_t", 256, False, 32), ("itq2_t", 512, False, 16), ("itq2_t", 768, True, 32), ("itq3_t", 512, True, 8),
     ("itq3_t64", 320, False, 16), ("itq3_t64", 320, True, 8), ("itq2_t64", 192, True, 32), ("itq2_t64", 64, False, 32),
+    ("itq1h_t", 256, False, 32), ("itq1_t", 512, False, 16), ("itq1_t", 512, True, 8), ("itq1h_t64", 320, False, 16), ("itq1_t64", 192, True, 32),
     ("itq3_s", 512, True, 8), ("itq3_s", 512, False, 32), ("ditto3", 512, True, 8), ("ditto3", 512, False, 16),
     ("ccq2", 512, True, 8), ("ccq2", 512, False, 32), ("ditto5", 512, True, 8), ("ditto5", 512, False, 16),
 ]
@@ -96,7 +97,10 @@ def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
 def test_hessians_lower_the_output_error(lib, name):
-    """None, diagonal, block-diagonal and full Hessian: each improves on the one before."""
+    """None, diagonal, block-diagonal and full Hessian: each improves on the one before.
+
+    With correlations, types below two bits choose scales for models, which raise this error (docs/results/encoders.md).
+    """
     n, qtype = 512, int(TYPES[name].id)
     hessian = correlated_hessian(n, 3 * n)
     x = np.random.default_rng(SEED).standard_normal((48, n)).astype(np.float32)
@@ -107,7 +111,8 @@ def test_hessians_lower_the_output_error(lib, name):
     errors = [error(), error(imatrix=np.diag(hessian).astype(np.float32)),
               *(error(metric=make_metrics(lib, name, hessian, full)[0]) for full in (False, True))]
     print(name, errors)
-    assert errors == sorted(errors, reverse=True) and errors[3] < TYPES[name].hessian_gain * errors[1]
+    assert TYPES[name].bpw < 2 or errors == sorted(errors, reverse=True)
+    assert errors[3] < TYPES[name].hessian_gain * errors[1] and errors[3] < errors[0]
 
 
 def test_given_codebook_is_kept(lib):

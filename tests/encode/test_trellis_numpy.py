@@ -37,62 +37,90 @@ def test_equals_c_with_importances(lib, name, kind, passes):
     assert_same_blocks(actual, expected.reshape(24, -1), f"{name} with importance, {kind}, seed {SEED}")
 
 
-@pytest.mark.parametrize("name", ["itq4_t", "itq3_t", "itq2_t"])
+def large_weights(n_rows, n):
+    """Return weights in units of d with the largest costs, float32 (n_rows, n)."""
+    rng = np.random.default_rng(SEED)
+    x = np.where(rng.random((n_rows, n)) < 0.5, -1, 1) * rng.choice([20, 63.5, 64, 80, 1e9, np.inf], (n_rows, n))
+    x[:4] = [[80], [-80], [0], [1e30]]
+    x[4:8] = np.where(np.arange(n) // [[1], [2], [3], [5]] % 2, -99, 99)
+    return x.astype(np.float32)
+
+
+def search_in_c(name, x, before, after):
+    """Return what trellis_search() of encode/trellis-search.h does where Trellis.search() has these arguments."""
+    ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(require_built(BUILD, "libggml-ext-trellis.so")))
+    states = np.empty((len(x), x.shape[1] // reference(name).v), np.uint16)
+    pointers = [None if a is None else ctypes.c_void_p(a.ctypes.data) for a in (before, after, states)]
+    dll.trellis_driver_search(name.encode(), ctypes.c_void_p(x.ctypes.data), *x.shape, *pointers)
+    return states
+
+
+@pytest.mark.parametrize("name", ["itq4_t", "itq3_t", "itq2_t", "itq1h_t", "itq1_t"])
 @pytest.mark.parametrize("known_ends", ["nothing", "before", "after", "both"])
 def test_search_equals_c(name, known_ends):
     """Up to the largest weights, whose costs pass 65535 unless they are lowered in time."""
-    ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-    dll = ctypes.CDLL(str(require_built(BUILD, "libggml-ext-trellis.so")))
-    trellis, rng, (n_rows, n) = reference(name), np.random.default_rng(SEED), (12, 256)
+    trellis, rng, (n_rows, n) = reference(name), np.random.default_rng(SEED), (24, 256)
     x = (rng.standard_normal((n_rows, n)) * trellis.rms * np.geomspace(0.1, 10, n_rows)[:, None]).astype(np.float32)
     x[0], x[1, ::2], x[2] = np.float32(200), np.float32(-200), np.float32(-200)  # clamped to 80
     x[3, n // 2 :], x[4, : n // 2] = np.inf, -np.inf
+    x[12:] = large_weights(12, n)
     states, groups = (rng.integers(0, n_states, n_rows).astype(np.int32) for n_states in (4096, trellis.n_groups))
     before, after = (states if known_ends in ("before", "both") else None), (groups if known_ends in ("after", "both") else None)
-    actual = np.empty((n_rows, n), np.uint16)
-    pointers = [None if a is None else ctypes.c_void_p(a.ctypes.data) for a in (before, after)]
-    dll.trellis_driver_search(trellis.k, ctypes.c_void_p(x.ctypes.data), n_rows, n, *pointers, ctypes.c_void_p(actual.ctypes.data))
-    np.testing.assert_array_equal(actual, trellis.search(x, before, after))
+    np.testing.assert_array_equal(search_in_c(name, x, before, after), trellis.search(x, before, after))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("itq4_t", 0.54), ("itq3_t", 0.54), ("itq2_t", 0.43), ("itq4_t64", 0.72), ("itq3_t64", 0.72),
-                                             ("itq2_t64", 0.65)])
+@EACH
+def test_search_of_few_weights_equals_c(name):
+    """Eight weights: the end of a block that is encoded in segments of eight. With ITQ1_T four steps do not replace all symbols of a state."""
+    trellis, rng = reference(name), np.random.default_rng(SEED)
+    x = (rng.standard_normal((200, 8)) * trellis.rms).astype(np.float32)
+    for before in (None, rng.integers(0, 4096, len(x)).astype(np.int32)):
+        np.testing.assert_array_equal(search_in_c(name, x, before, None), trellis.search(x, before))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("itq4_t", 0.38), ("itq3_t", 0.39), ("itq2_t", 0.43), ("itq1h_t", 0.46), ("itq1_t", 0.54),
+                                             ("itq4_t64", 0.60), ("itq3_t64", 0.60), ("itq2_t64", 0.62), ("itq1h_t64", 0.64), ("itq1_t64", 0.70)])
 def test_importance_lowers_the_weighted_error(lib, name, limit):
-    assert weighted_error_ratio(lib, name) < limit  # measured 0.516, 0.411, 0.686, 0.621
+    assert weighted_error_ratio(lib, name) < limit  # 5 % above the measured ratios
+
+
+def xor(*bits):
+    return [sum(column) % 2 for column in zip(*bits, strict=True)]
 
 
 @EACH
 def test_codes_follow_the_formula(name):
     """The sliding window of 12 bits, written out bit by bit, and the codes that C unpacks."""
     trellis, info = reference(name), TYPES[name]
-    k, (values0, values1) = trellis.k, info.trellis_values
+    k, tables = trellis.k, info.trellis_values
     for state in range(4096):
         c = [[state >> k * i + bit & 1 for bit in range(k)] for i in range(12 // k)]  # c[i][bit]: the symbol i steps ago
+        pairs = [[*old[:2], *new[:2]] for old, new in zip(c[1:], c)]
         if k == 4:
-            i0, i1 = [c[0][b] ^ c[2][b] for b in range(4)], c[1]
+            i0, i1 = xor(c[0], c[2]), c[1]
         elif k == 3:
-            window, *others = ([c[i + 1][0], c[i + 1][1], c[i][0], c[i][1]] for i in range(3))
-            i0 = [x ^ y ^ z for x, y, z in zip(window, *others, strict=True)]
-            i1 = [x ^ c[3 - i][2] for i, x in enumerate(window)]
+            i0, i1 = xor(*pairs), xor(pairs[0], [c[3 - i][2] for i in range(4)])
         else:
-            i0, i1 = [c[1][0] ^ c[5][0], c[1][1] ^ c[5][1], c[0][0] ^ c[4][0], c[0][1] ^ c[4][1]], [*c[3], *c[2]]
-        q = values0[sum(x << i for i, x in enumerate(i0))] + values1[sum(x << i for i, x in enumerate(i1))]
-        assert trellis.codes[state] == q
-    assert trellis.codes.max() <= info.unpack_max
+            i0, i1 = xor(pairs[0], pairs[4]), pairs[2] if trellis.v == 1 else xor(pairs[0], pairs[2], pairs[4])
+        for v, bits in enumerate([i0] if trellis.v == 1 else [i0, xor(pairs[0], pairs[2])]):
+            q = tables[2 * v][sum(x << i for i, x in enumerate(bits))] + tables[2 * v + 1][sum(x << i for i, x in enumerate(i1))]
+            assert trellis.codes[v, state] == q
+    assert trellis.codes.shape == (trellis.v, 4096) and trellis.codes.max() <= info.unpack_max
 
 
 @EACH
 def test_unpack_equals_c_for_every_state(lib, name):
     """C against numpy, which builds a block's states from its bytes: all 4096 states, all start bytes."""
     trellis, rng = reference(name), np.random.default_rng(SEED)
-    n = TYPES[name].block_size
-    n_blocks = 4096 * 256 // n
+    n_steps = trellis.n_steps
+    n_blocks = 4096 * 256 // n_steps
     blocks = rng.integers(0, 256, (n_blocks, TYPES[name].block_bytes), dtype=np.uint8)
     blocks[:, 0] = 60
     blocks[:, 1] = np.arange(n_blocks) & 255
     states = trellis.states(blocks)
-    covered = np.zeros((4096, 8), bool)  # each state at each position modulo 8
-    covered[states, np.broadcast_to(np.arange(n) % 8, states.shape)] = True
+    covered = np.zeros((4096, 8), bool)  # each state at each step modulo 8
+    covered[states, np.broadcast_to(np.arange(n_steps) % 8, states.shape)] = True
     assert covered.all()
     q, _, _ = trellis.unpack(blocks)
     for block, expected in zip(blocks, q, strict=True):
@@ -111,45 +139,42 @@ def test_search_finds_an_exact_path(name):
     """A path's own values are recovered without error."""
     trellis = reference(name)
     k, rng = trellis.k, np.random.default_rng(SEED)
-    path = rng.integers(0, 1 << k, TYPES[name].block_size)
+    path = rng.integers(0, 1 << k, trellis.n_steps)
     state, states = int(rng.integers(256)), []
     for c in path:
         state = (state << k | int(c)) & 4095
         states.append(state)
     blocks = trellis.pack(np.array([states]), np.array([60], np.uint8))
     # the search recovers the values of a path exactly
-    values = trellis.values[np.array([states])]
+    values = trellis.decode(np.array([states]))
     actual = trellis.search(values)
-    np.testing.assert_array_equal(trellis.values[actual], values)
+    np.testing.assert_array_equal(trellis.decode(actual), values)
     np.testing.assert_array_equal(trellis.states(blocks), [states])
 
 
-@pytest.mark.parametrize("name", ["itq3_t", "itq2_t"])
+@pytest.mark.parametrize("name", ["itq3_t", "itq2_t", "itq1h_t", "itq1_t"])
 @pytest.mark.parametrize("follows", [False, True])
-def test_search_does_not_overflow(name, follows):
-    """16-bit costs, normalized every other step, against 64-bit sums that are not."""
+def test_search_finds_the_cheapest_path(name, follows):
+    """Against 64-bit sums, for weights up to the largest ones."""
     trellis, rng = reference(name), np.random.default_rng(SEED)
-    k, groups, n, steps = trellis.k, trellis.n_groups, 12, 256
-    x = np.where(rng.random((n, steps)) < 0.5, -1, 1) * rng.choice([20, 63.5, 64, 80, 1e9, np.inf], (n, steps))
-    x[:4] = [[80], [-80], [0], [1e30]]
-    x[4:8] = np.where(np.arange(steps) // [[1], [2], [3], [5]] % 2, -99, 99)
-    x = x.astype(np.float32)
+    k, v, groups, n, n_weights = trellis.k, trellis.v, trellis.n_groups, 12, 256
+    x = large_weights(n, n_weights)
     before = rng.integers(0, 4096, n) if follows else None
     states = trellis.search(x, before)
 
     unit = trellis.info.trellis_unit
     fixed = np.floor(np.clip(x, -MAX_UNITS, MAX_UNITS).astype(np.float64) * unit + 0.5).astype(np.int64)
-    values = (trellis.values * unit).astype(np.int64)
+    fixed, values = fixed.reshape(n, n_weights // v, v), (trellis.values * unit).astype(np.int64)
     lowest_cost = np.full((n, groups), 1 << 40)
     if follows:
         lowest_cost[np.arange(n), before % groups] = 0
     else:
         lowest_cost[:, :256] = 0
-    for t in range(steps):  # state s is reached from group s >> k and leads to group s % groups
-        cost = (fixed[:, t, None] - values) ** 2 >> 16
+    for t in range(n_weights // v):  # state s is reached from group s >> k and leads to group s % groups
+        cost = ((fixed[:, t, :, None] - values) ** 2 >> 16).sum(axis=1)
         lowest_cost = (lowest_cost[:, np.arange(4096) >> k] + cost).reshape(n, 1 << k, groups).min(axis=1)
     assert (lowest_cost.min(axis=1) > 65535).any()
-    actual = ((fixed - values[states]) ** 2 >> 16).sum(axis=1)
+    actual = ((fixed - values.T[states]) ** 2 >> 16).sum(axis=(1, 2))
     np.testing.assert_array_equal(actual, lowest_cost.min(axis=1))
     np.testing.assert_array_equal(states[:, 1:] >> k, states[:, :-1] % groups)
     assert ((states[:, 0] >> k == before % groups) if follows else (states[:, 0] >> k < 256)).all()

@@ -18,17 +18,17 @@ else:
 
 from ggml_ext.quants import reference
 
-EACH = pytest.mark.parametrize("k", trellis_search.BITS)
-LIMITS = {4: 0.0050, 3: 0.0187, 2: 0.069}
+EACH = pytest.mark.parametrize("name", trellis_search.SHAPES)
+LIMITS = {"itq4_t": 0.0050, "itq3_t": 0.0187, "itq2_t": 0.069, "itq1h_t": 0.139, "itq1_t": 0.268}
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
 @needs_compiler
 @EACH
-def test_search_improves_and_prints_toml(monkeypatch, capsys, k):
+def test_search_improves_and_prints_toml(monkeypatch, capsys, name):
     monkeypatch.setattr(trellis_search, "TEST_BLOCKS", 16)
     monkeypatch.setattr(trellis_search, "JUDGE_BLOCKS", 24)
-    assert trellis_search.main(["--bits", str(k), "--seeds", "2", "--steps", "60,20", "--blocks", "12,12"]) == 0
+    assert trellis_search.main(["--type", name, "--seeds", "2", "--steps", "60,20", "--blocks", "12,12"]) == 0
     out = capsys.readouterr().out
     climbs = re.findall(r"(0\.\d+) -> (0\.\d+) +(0\.\d+)", out)
     assert len(climbs) == 2
@@ -36,53 +36,54 @@ def test_search_improves_and_prints_toml(monkeypatch, capsys, k):
 
     printed = tomllib.loads(out[out.index("\n#"):])
     values = np.array(printed["trellis_values"])
-    assert values.shape == (2, 16) and values.dtype == int
-    assert (values.min(1) == 0).all()
-    assert values.max(1).sum() <= 127
+    v = trellis_search.SHAPES[name][1]
+    assert values.shape == (2 * v, 16) and values.dtype == int
+    assert values.min() >= 0 and values.reshape(v, 2, 16).min(axis=2).sum(axis=1).min() == 0
+    assert values.reshape(v, 2, 16).max(axis=2).sum(axis=1).max() <= 127
     assert type(printed["trellis_offset"]) is float and printed["trellis_offset"] % 1 == 0
 
 
 @needs_compiler
 def test_maps_prints_a_row_per_map(monkeypatch, capsys):
     monkeypatch.setattr(trellis_search, "JUDGE_BLOCKS", 8)
-    assert trellis_search.main(["--maps", "--bits", "4", "--steps", "5,2", "--blocks", "4,4"]) == 0
+    assert trellis_search.main(["--maps", "--type", "itq4_t", "--steps", "5,2", "--blocks", "4,4"]) == 0
     rows = re.findall(r"^\| (c.*?) \| (0\.\d+) \|$", capsys.readouterr().out, re.M)
-    assert [row[0] for row in rows] == [m.replace("|", ", ") for m in trellis_search.MAPS[4]]
+    assert [row[0] for row in rows] == [m.replace("|", ", ") for m in trellis_search.MAPS["itq4_t"]]
 
 
 @EACH
-def test_every_map_uses_all_bits(k):
-    """Its two indices together take all 256 values."""
-    for name in trellis_search.MAPS[k]:
-        i0, i1 = trellis_search.indices(k, name)
-        assert len(set(zip(i0.tolist(), i1.tolist(), strict=True))) == 256
-        assert all((i0 != i0[np.arange(4096) ^ 1 << bit]).any() or (i1 != i1[np.arange(4096) ^ 1 << bit]).any() for bit in range(12))
+def test_every_map_uses_all_bits(name):
+    """The two indices of each weight together take all 256 values, and every bit of the state changes an index."""
+    for map_text in trellis_search.MAPS[name]:
+        index = trellis_search.indices(name, map_text)
+        for i0, i1 in zip(index[::2], index[1::2], strict=True):
+            assert len(set(zip(i0.tolist(), i1.tolist(), strict=True))) == 256
+        assert all(any((i != i[np.arange(4096) ^ 1 << bit]).any() for i in index) for bit in range(12))
 
 
-@pytest.mark.parametrize("argument", ["p0", "p0|p9", "p0^|p1", "c0|c1"])
+@pytest.mark.parametrize("argument", ["p0", "p0|p9", "p0^|p1", "c0|c1", "p0|p1|p2|e"])
 def test_invalid_maps_are_refused(capsys, argument):
     with pytest.raises(SystemExit):
-        trellis_search.main(["--bits", "3", "--map", argument])
-    assert f"--map: {argument!r} is not a map of 3 bits" in capsys.readouterr().err
+        trellis_search.main(["--type", "itq3_t", "--map", argument])
+    assert f"--map: {argument!r} is not a map of itq3_t; needed 2 sides" in capsys.readouterr().err
 
 
 @EACH
-def test_code_equals_the_types(k):
+def test_code_equals_the_types(name):
     """The study's code equals the one that the types use."""
-    code = trellis_search.shipped(k)
-    codes = reference(f"itq{k}_t").codes
-    np.testing.assert_array_equal(code - code.min(), codes - float(codes.min()))
+    np.testing.assert_array_equal(trellis_search.shipped(name), reference(name).values)
 
 
 @needs_compiler
 @EACH
-def test_errors_are_ordered_as_expected(k):
-    encoder, x, code = trellis_search.Encoder(k), trellis_search.sample(501, 64, scaled=True), trellis_search.shipped(k)
+def test_errors_are_ordered_as_expected(name):
+    encoder, x, code = trellis_search.Encoder(name), trellis_search.sample(501, 64, scaled=True), trellis_search.shipped(name)
+    k = encoder.k
     errors = encoder.errors(x, code)
     assert errors["free start"] <= errors["start byte"] < errors["zero start"]
     assert errors[trellis_search.FORMAT] <= errors["2 tries"] <= errors["E5M3, 1 try"]
     assert k == 4 or errors[trellis_search.FORMAT] < errors["circle"]  # for K = 4 a byte holds every start
-    assert errors[trellis_search.FORMAT] < LIMITS[k] * 1.03
+    assert errors[trellis_search.FORMAT] < LIMITS[name] * 1.03
     # neighbours on a path share all bits but K; in a circle so do the last and first state
     states = encoder.paths(x, code * 0.05, trellis_search.STATES).astype(int)
     np.testing.assert_array_equal(states[:, 1:] >> k, states[:, :-1] & (4096 >> k) - 1)
@@ -95,8 +96,8 @@ def test_compare_prints_the_expected_errors(monkeypatch, capsys):
     monkeypatch.setattr(trellis_search, "TEST_BLOCKS", 8)
     assert trellis_search.main(["--compare"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [len(row) for row in rows] == [1 + len(trellis_search.COLUMNS)] * 5
-    assert [row[0].strip() for row in rows[2:]] == ["ITQ4_T", "ITQ3_T", "ITQ2_T"]
+    assert [len(row) for row in rows] == [1 + len(trellis_search.COLUMNS)] * (2 + len(LIMITS))
+    assert [row[0].strip() for row in rows[2:]] == [name.upper() for name in LIMITS]
     assert all(0.5 * limit < float(cell) < 1.5 * limit for row, limit in zip(rows[2:], LIMITS.values(), strict=True) for cell in row[1:])
 
 

@@ -51,8 +51,9 @@ def test_address_spaces_are_right(monkeypatch):
 
 @pytest.mark.parametrize("original, broken", [
     ("device const B     * x[n_rows];", "B     * x[n_rows];"),
-    ("threadgroup half * table = (threadgroup half *) shmem;", "thread half * table = (thread half *) shmem;"),
-    ("static constant const uint8_t * codes() {", "static device const uint8_t * codes() {"),
+    ("threadgroup typename table_t::entry * table = (threadgroup typename table_t::entry *) shmem;",
+     "thread typename table_t::entry * table = (thread typename table_t::entry *) shmem;"),
+    ("static constant const table::code * codes() {", "static device const table::code * codes() {"),
     ("(device const float *) (src + ", "(threadgroup const float *) (src + "),
 ])
 def test_wrong_address_spaces_are_detected(monkeypatch, original, broken):

@@ -58,7 +58,7 @@ def split_by_thread(x: np.ndarray, block_size: int) -> np.ndarray:
     return x.reshape(*shape, -1, 8, block_size // 32, 4).swapaxes(-3, -2).reshape(*shape, -1, 32)
 
 
-PAIR_DISTANCE = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in (2, 3) for n in ("", "64")}
+PAIR_DISTANCE = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in ("3", "2", "1h", "1") for n in ("", "64")}
 
 
 def code_positions(name: str) -> np.ndarray:

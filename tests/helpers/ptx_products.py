@@ -19,7 +19,7 @@ from helpers.blocks import rotate_for
 from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, code_positions
 from helpers.native import BUILD, F32, F32_U, I32, random_blocks, unpack_reference
 from helpers.type_kinds import TYPE_KINDS
-from ptx.compiled import ARCHITECTURES, MAIN
+from ptx.compiled import ARCHITECTURES, MAIN, NIGHTLY_TYPES
 from ptx.device import Device, FinishedLaunch, Fusion, Tensor, plain_name
 
 FOLDER = Path(os.environ.get("GGML_EXT_TEST_PTX", BUILD.parent / "ptx"))
@@ -51,7 +51,8 @@ def find_unit(name: str, architecture: str) -> str:
 
 def type_architecture_params(names: Sequence[str] = tuple(sorted(WEIGHT_TYPES)), architectures: Sequence[str] = ARCHITECTURES) -> list:
     """Return parameters (name, architecture); those that only tests/ptx/build.py --nightly compiles are marked nightly."""
-    return [pytest.param(name, a, id=f"{name}-sm_{a}", marks=() if a == MAIN or name in TYPE_KINDS else pytest.mark.nightly)
+    return [pytest.param(name, a, id=f"{name}-sm_{a}",
+                         marks=() if name in TYPE_KINDS or (a == MAIN and name not in NIGHTLY_TYPES) else pytest.mark.nightly)
             for name in names for a in architectures]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py"), str(ROOT / "tests")]
-from compiled import ARCHITECTURES, FULL, MAIN, RAGGED, STOCK, all_tiles_on
+from compiled import ARCHITECTURES, FULL, MAIN, NIGHTLY_TYPES, RAGGED, STOCK, all_tiles_on
 
 import cuda_tools
 from ggml_ext import WEIGHT_TYPES
@@ -51,7 +51,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def select_units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
-    names, main_only = tuple(WEIGHT_TYPES), (MAIN,)
+    names, main_only = tuple(name for name in WEIGHT_TYPES if nightly or name not in NIGHTLY_TYPES), (MAIN,)
     others = tuple(a for a in architectures if a != MAIN)
     kinds = [Unit("kinds", TYPE_KINDS, others)] if not nightly else []
     type_architectures, columns = (architectures, ALL_COLUMNS) if nightly else (main_only, COLUMNS)

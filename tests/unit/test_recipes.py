@@ -21,13 +21,15 @@ def model_file(tmp_path_factory):
 @pytest.mark.parametrize(("name", "expected"), [
     ("itq3_t_m", ["ITQ3_T", "Q4_K", "Q4_K", "Q4_K", "ITQ3_T", "ITQ3_T", "ITQ3_T"]),
     ("itq2_t_m", ["ITQ3_T", "ITQ3_T", "Q4_K", "ITQ3_T", "ITQ2_T", "ITQ2_T", "ITQ2_T"]),
+    ("itq1h_t_m", ["ITQ3_T", "ITQ3_T", "Q4_K", "ITQ3_T", "ITQ1H_T", "ITQ1H_T", "ITQ1H_T"]),
 ])
 @pytest.mark.parametrize("options", [[], ["--pure"]])
 def test_mix_assigns_types(tmp_path, model_file, lib, name, expected, options):
     quantize(model_file, tmp_path / "out.gguf", "--type", name, *options)
     tensors = read_tensors(tmp_path / "out.gguf")
+    first_layer = {"ITQ2_T": "ITQ3_T", "ITQ1H_T": "ITQ2_T"}
     for i in range(3):
-        types = [t if not (i == 0 and name == "itq2_t_m" and t == "ITQ2_T") else "ITQ3_T" for t in expected]
+        types = [first_layer.get(t, t) if i == 0 else t for t in expected]
         assert [tensors[f"blk.{i}.{n}.weight"].tensor_type.name for n in NAMES] == types
     base = TYPES[RECIPES[name].base]
     embd = base.name if options else base.output  # without output.weight the embeddings are the output matrix

@@ -149,25 +149,42 @@ def test_new_pin_reaches_the_package(tree):
     assert f'LLAMA_CPP_VERSION = "9.{LLAMA_CPP_VERSION}"' in (tree / PIN_MODULE).read_text()
 
 
+VALUES_MUST_BE = "field 'trellis_values' must be"
+
+
+def generate_changed(tree, name, old, new):
+    """Generate with the first `old` in the row of a type replaced."""
+    table, start = tree / "ggml_ext/types.toml", f'name        = "{name}"'
+    head, row = table.read_text().split(start)
+    assert old in row
+    table.write_text(head + start + row.replace(old, new, 1))
+    return generate(tree)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("trellis_bits    = 3", "trellis_bits    = 1", "a trellis of (bits, weights, states) (1, 1, 4096) has no indices in types/trellis.h"),
-        ("trellis_weights = 1", "trellis_weights = 2", "a trellis of (bits, weights, states) (3, 2, 4096)"),
+        ("trellis_weights = 1", "trellis_weights = 4", "a trellis of (bits, weights, states) (3, 4, 4096)"),
+        ("trellis_weights = 1", "trellis_weights = 2", f"{VALUES_MUST_BE} 4 tables of 16 integers"),
         ("block_bytes = 98", "block_bytes = 100", "block_bytes is 100, must be 98 for this trellis"),
         ("rotated     = true", "rotated     = false", "rotated is False, must be True for this trellis"),
         ('activation  = "q8_kr"', 'activation  = "q8_k"', "activation is 'q8_k', must be 'q8_kr' for this trellis"),
-        ("[[16, 39,", "[[16, 390,", "must be two tables of 16 integers whose sums are in 0..127"),
-        ("[[16, 39,", "[[16,", "must be two tables of 16 integers whose sums are in 0..127"),
+        ("[[16, 39,", "[[16, 390,", f"{VALUES_MUST_BE} 2 tables of 16 integers; the sums of two must be in 0..127"),
+        ("[[16, 39,", "[[16,", f"{VALUES_MUST_BE} 2 tables of 16 integers; the sums of two must be in 0..127"),
     ],
 )
 def test_errors_of_a_trellis_are_named(tree, old, new, message):
-    table = tree / "ggml_ext/types.toml"
-    head, row = table.read_text().split('name        = "itq3_t"')
-    assert old in row
-    table.write_text(f'{head}name        = "itq3_t"{row.replace(old, new, 1)}')
-    result = generate(tree)
+    result = generate_changed(tree, "itq3_t", old, new)
     assert result.returncode == 1 and "type 'itq3_t': " in result.stderr and message in result.stderr
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("value", [-1, 128])
+def test_tables_of_both_weights_are_checked(tree, index, value):
+    table = TYPES["itq1_t"].trellis_values[index]
+    result = generate_changed(tree, "itq1_t", str(table), str([*table[:5], value, *table[6:]]))
+    assert result.returncode == 1 and f"type 'itq1_t': {VALUES_MUST_BE} 4 tables of 16 integers; the sums of two" in result.stderr
 
 
 @pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])

@@ -32,6 +32,16 @@ static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_
     return {_mm256_inserti128_si256(_mm256_castsi128_si256(load_two(p0, p1)), load_two(p2, p3), 1)};
 }
 
+struct u8x16 { __m128i v; };
+
+static inline u8x16 load16(const uint8_t * p)          { return {_mm_loadu_si128((const __m128i *) p)}; }
+static inline u8x16 words4(const uint32_t (&w)[4])     { return {_mm_setr_epi32((int) w[0], (int) w[1], (int) w[2], (int) w[3])}; }
+static inline u8x16 load16_behind(uint8_t first, const uint8_t * p) { return {_mm_insert_epi8(load16(p - 1).v, first, 0)}; }
+static inline u8x32 spread_nibbles(u8x16 a, u8x16 b) {
+    const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(b.v), 8), both = _mm256_or_si256(_mm256_cvtepu8_epi16(a.v), high);
+    return {_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi16(0xff)), high)};
+}
+
 static inline u8x32 first_of_8(u8x32 a) { return {_mm256_and_si256(a.v, _mm256_set1_epi64x(0xff))}; }
 static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) { return {_mm256_or_si256(_mm256_slli_epi64(a.v, 8), first.v)}; }
 

@@ -41,9 +41,9 @@ static inline u8x64 look_up(table16 t, u8x64 i) { return {_mm512_shuffle_epi8(_m
 template <int S> static inline u8x64 shifted(u8x64 a) { return {shift<S>(a)}; }
 
 // Byte permutes use six index bits. A table of 16, repeated four times, makes the upper two irrelevant, so no mask is needed.
-static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1) {
+static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1, int first = 0) {
     const auto table = [](const uint8_t * p) { return keep(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) p))); };
-    return {_mm512_add_epi8(_mm512_permutexvar_epi8(i0.v, table(t.values[0])), _mm512_permutexvar_epi8(i1.v, table(t.values[1])))};
+    return {_mm512_add_epi8(_mm512_permutexvar_epi8(i0.v, table(t.values[first])), _mm512_permutexvar_epi8(i1.v, table(t.values[first + 1])))};
 }
 
 // Sixteen partial sums; each half has two per eight bytes.

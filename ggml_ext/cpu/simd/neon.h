@@ -24,6 +24,16 @@ static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_
     return {{vcombine_u8(vld1_u8(p0), vld1_u8(p1)), vcombine_u8(vld1_u8(p2), vld1_u8(p3))}};
 }
 
+struct u8x16 { uint8x16_t v; };
+
+static inline u8x16 load16(const uint8_t * p)      { return {vld1q_u8(p)}; }
+static inline u8x16 words4(const uint32_t (&w)[4]) { return {vreinterpretq_u8_u32(vld1q_u32(w))}; }
+static inline u8x16 load16_behind(uint8_t first, const uint8_t * p) { return {vsetq_lane_u8(first, vld1q_u8(p - 1), 0)}; }
+static inline u8x32 spread_nibbles(u8x16 a, u8x16 b) {
+    const uint8x16_t both = vsliq_n_u8(vshrq_n_u8(a.v, 4), b.v, 4);
+    return {{vzip1q_u8(both, b.v), vzip2q_u8(both, b.v)}};
+}
+
 static inline u8x32 first_of_8(u8x32 a) {
     const uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(0xff));
     return {{vandq_u8(a.v[0], mask), vandq_u8(a.v[1], mask)}};

@@ -23,6 +23,28 @@ static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_
     return r;
 }
 
+struct u8x16 { uint8_t v[16]; };
+
+static inline u8x16 load16(const uint8_t * p) {
+    u8x16 r;
+    memcpy(r.v, p, sizeof(r.v));
+    return r;
+}
+static inline u8x16 words4(const uint32_t (&w)[4]) { return load16((const uint8_t *) w); }
+static inline u8x16 load16_behind(uint8_t first, const uint8_t * p) {
+    u8x16 r = load16(p - 1);
+    r.v[0] = first;
+    return r;
+}
+static inline u8x32 spread_nibbles(u8x16 a, u8x16 b) {
+    u8x32 r;
+    for (int i = 0; i < 16; ++i) {
+        r.v[2*i]     = (uint8_t) (a.v[i] >> 4 | b.v[i] << 4);
+        r.v[2*i + 1] = b.v[i];
+    }
+    return r;
+}
+
 static inline u8x32 first_of_8(u8x32 a) {
     for (int i = 0; i < 32; ++i) { a.v[i] = i%8 ? 0 : a.v[i]; }
     return a;

@@ -16,16 +16,18 @@ from .._base.errors import UserError
 from .._base.text import format_table
 from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
+from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, Tensor, header_bytes, pad
 from .._formats.names import tensor_class
 from .._plan.file_types import FILE_TYPES, FileType
 from .._plan.plan import QuantizationPlan
 from .error_measurement import ErrorMeasurement
-from .items import Item, drop_unusable
+from .items import Item, add_low_types, drop_unusable
 from .knapsack import Solution, solve
 from .target import MEASURED, USUAL, Target
 
 HEADER_ROOM = 4096  # bytes for the keys that quantizing adds: file names, options
+LOW_ROOM = 1.1  # types below two bits are candidates if the smallest file without them, times this, is above the limit
 UNCHANGED = "{}: the input is within the target; no type changes"
 
 
@@ -155,9 +157,16 @@ class Allocation:
         return FileType(name.lower(), file_type, qtype) if upstream_only else replace(placeholder, id=file_type)
 
 
-def allocate_without_measuring(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item]) -> Allocation | None:
-    """Keep all types if the target allows that; return None if errors must be measured. UserError if no file can be small enough."""
+def allocate_without_measuring(
+    target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item], codec: Codec
+) -> Allocation | None:
+    """Keep all types if the target allows that; return None if errors must be measured. UserError if no file can be small enough.
+
+    Types below two bits become candidates of the items if the limit needs them.
+    """
     limit = Limit.compute(target, plan, items, header_bytes(file), file.alignment)
+    if not target.types_are_listed and not target.upstream_only and LOW_ROOM * limit.smallest(items) > limit.n_bytes:
+        add_low_types(items, codec)
     room = HEADER_ROOM if target.kind == "size" else 0
     limit.check(items, room)
     if not items:

@@ -11,10 +11,10 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._encode.codec import UNWEIGHTED_IN_NUMPY, Codec
 from .._formats.gguf_file import Tensor
-from .._formats.tensor_types import IMATRIX_TYPES, SOURCE_TYPES
+from .._formats.tensor_types import IMATRIX_TYPES, SOURCE_TYPES, parse_type
 from .._plan.plan import Choices, PlannedTensor, QuantizationPlan, deciding_option, fit_to_row
 from .._plan.rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
-from .target import Target
+from .target import LOW_TYPES, Target
 
 
 @dataclass
@@ -68,6 +68,14 @@ def _fit_types(tensor: Tensor, types: Sequence[GGMLQuantizationType], codec: Cod
         with contextlib.suppress(UserError):  # no fallback fits either
             fitting.append(fit_to_row(tensor, qtype))
     return [t for t in dict.fromkeys(fitting) if codec.can_encode(t)]
+
+
+def add_low_types(items: list[Item], codec: Codec) -> None:
+    """Add the types below two bits to the candidates of all items whose type no option names."""
+    low_types = [parse_type(name, "--target-types") for name in LOW_TYPES]
+    for item in items:
+        if not item.is_named:
+            item.types[:] = dict.fromkeys([*_fit_types(item.tensor, low_types, codec), *item.types])
 
 
 def drop_unusable(items: list[Item], codec: Codec) -> None:

@@ -242,7 +242,7 @@ def plan_job_for_target(
     items = make_items(target, plan, choices, codec)
     candidates = {item.planned.name: item.types for item in items}
     check_source(file, plan, codec, console, n_threads=settings.n_threads, candidates=candidates)
-    allocation, scales = allocate_without_measuring(target, file, plan, items), ColumnScales()
+    allocation, scales = allocate_without_measuring(target, file, plan, items, codec), ColumnScales()
     importance = Importance(description="none (nothing to encode)")
     if allocation is None:
         model.plan_parts(plan, settings, candidates)  # smallest sizes: fail before calibration

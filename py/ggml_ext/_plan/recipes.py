@@ -60,5 +60,15 @@ RECIPES: dict[str, Recipe] = {
             ),
             "itq2_t; the attention's values q4_k, its other matrices and the first layer itq3_t",
         ),
+        Recipe(
+            "itq1h_t_m",
+            "itq1h_t",
+            (
+                Rule(("attn_v",), "q4_k"),
+                Rule(("attn_", "ssm_"), "itq3_t"),
+                Rule(("ffn_",), "itq2_t", first_layer=True),
+            ),
+            "itq1h_t; the attention's values q4_k, its other matrices itq3_t, the first layer itq2_t",
+        ),
     )
 }

@@ -1,7 +1,8 @@
 """numpy references of the trellis types: the format of ggml_ext/types/trellis.h and the encoder of ggml_ext/encode/trellis.c.
 
 State s[t] is the last 12 bits of the stream of symbols: c[t] | c[t-1] << K | c[t-2] << 2K ...
-Step t is position n/8*(t%8) + t//8 of the rotated block.
+Weight v of step t is weight j = V*t + v of the path, at position n/8*(j%8) + j//8 of the rotated block.
+Arrays "by weight", (n_blocks, n), and "by step", (n_blocks, n/V), follow the path.
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ GAUSSIAN_LIMIT = {256: np.float32(1.15), 64: np.float32(1.30)}  # by block size
 GAUSSIAN_LIMIT_FEEDBACK = {256: np.float32(1.4), 64: np.float32(1.6)}
 # constants of encode/trellis-search.h
 MAX_UNITS = np.float32(80)
-# Cost of a group that no path reaches: more than any path costs above the minimum, and one more step fits in 16 bits.
-NO_PATH = 49152
+NO_PATH = 1 << 30  # cost of a group that no path reaches: more than any path costs
 LAST_SCALE_BYTE = 0xF7
 NIBBLES = np.array([0, 4], np.uint8).reshape(2, 1)
+
+
+def _by_weight(by_step: np.ndarray) -> np.ndarray:
+    """Reshape (V, rows, steps) to (rows, steps*V)."""
+    return np.moveaxis(by_step, 0, -1).reshape(by_step.shape[1], -1)
+
+
+def _squared_error(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the costs of a step, int32 (n, ...): weights x, int32 (n, V, 1 ...), with values, int32 (V, ...); squares lose 16 bits each."""
+    squares = [(x[:, v] - values[v]) ** 2 >> 16 for v in range(len(values))]
+    return sum(squares[1:], start=squares[0])
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,20 @@ class Trellis:
         return self.info.trellis_bits
 
     @property
+    def v(self) -> int:
+        """Weights per symbol."""
+        assert self.info.trellis_weights is not None
+        return self.info.trellis_weights
+
+    @property
     def n(self) -> int:
         """Weights per block."""
         return self.info.block_size
+
+    @property
+    def n_steps(self) -> int:
+        """Symbols per block."""
+        return self.n // self.v
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -63,27 +85,31 @@ class Trellis:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """Codes q of all states, uint8 (4096,)."""
+        """Codes q that the states give each weight of a step, uint8 (V, 4096)."""
         state = np.arange(N_STATES)
         c = [state >> self.k * i & (1 << self.k) - 1 for i in range(12 // self.k)]
         pair = [(c[i] & 3) << 2 | c[i + 1] & 3 for i in range(len(c) - 1)]
         if self.k == 4:
-            i0, i1 = c[0] ^ c[2], c[1]
+            i0, i1 = [c[0] ^ c[2]], c[1]
         elif self.k == 3:
-            i0, i1 = pair[0] ^ pair[1] ^ pair[2], pair[0] ^ sum((c[i] >> 2) << (3 - i) for i in range(4))
+            i0, i1 = [pair[0] ^ pair[1] ^ pair[2], pair[0] ^ pair[2]], pair[0] ^ sum((c[i] >> 2) << (3 - i) for i in range(4))
         else:
-            i0, i1 = pair[0] ^ pair[4], pair[2]
+            i0, i1 = [pair[0] ^ pair[4], pair[0] ^ pair[2]], pair[2] if self.v == 1 else pair[0] ^ pair[2] ^ pair[4]
         values = np.array(self.info.trellis_values)
-        return (values[0][i0] + values[1][i1]).astype(np.uint8)
+        return np.array([values[2 * v][i0[v]] + values[2 * v + 1][i1] for v in range(self.v)], np.uint8)
 
     @cached_property
     def values(self) -> np.ndarray:
-        """q - offset, float32 (4096,)."""
+        """q - offset, float32 (V, 4096)."""
         return self.codes.astype(np.float32) - np.float32(self.info.trellis_offset)
 
     @cached_property
     def rms(self) -> np.float32:
-        return np.float32(np.sqrt((self.values.astype(np.float64) ** 2).sum() / N_STATES))
+        return np.float32(np.sqrt((self.values.astype(np.float64) ** 2).sum() / self.values.size))
+
+    def decode(self, states: np.ndarray) -> np.ndarray:
+        """Return the values by weight, float32 (rows, steps*V), of states (rows, steps)."""
+        return _by_weight(self.values[:, states])
 
     def start_states(self, start: np.ndarray) -> np.ndarray:
         """Return the states before step 0, c[-1] | c[-2] << K ..., from the start bytes."""
@@ -96,7 +122,11 @@ class Trellis:
         return c1 | (s >> 1 & 1) << 2 | (c2 | (s & 1) << 2) << 3 | c3 << 6
 
     def symbols(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the symbols by step, uint8 (n_blocks, n)."""
+        """Return the symbols by step, uint8 (n_blocks, n/V)."""
+        if self.v == 2:
+            bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+            low = bits[:, 0 : self.n : 2] | bits[:, 1 : self.n : 2] << 1
+            return low | bits[:, self.n :] << 2 if self.k == 3 else low
         if self.k == 4:
             planes = blocks[:, 2:].reshape(len(blocks), 4, 1, self.n // 8)
             return (planes >> NIBBLES & 15).reshape(len(blocks), self.n)[:, self.positions]
@@ -105,10 +135,10 @@ class Trellis:
         return unpack_bits3(blocks[:, 2:end], qh)[:, self.positions]
 
     def states(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the states by step, int64 (n_blocks, n)."""
+        """Return the states by step, int64 (n_blocks, n/V)."""
         symbols, state = self.symbols(blocks), self.start_states(blocks[:, 1])
         states = np.empty(symbols.shape, np.int64)
-        for t in range(self.n):
+        for t in range(self.n_steps):
             state = (state << self.k | symbols[:, t]) & N_STATES - 1
             states[:, t] = state
         return states
@@ -125,7 +155,7 @@ class Trellis:
         """
         blocks = as_blocks(blocks, np.uint8, self.info.block_bytes)
         q = np.empty((len(blocks), self.n), np.int8)
-        q[:, self.positions] = self.codes[self.states(blocks)]
+        q[:, self.positions] = _by_weight(self.codes[:, self.states(blocks)])
         offset = np.full(len(blocks), self.info.trellis_offset, np.float32)
         return q, e5m3_to_float32(blocks[:, 0]), offset
 
@@ -136,19 +166,26 @@ class Trellis:
             return rotate_back(d[:, None] * (q.astype(np.float32) - offset[:, None]))
 
     def pack(self, states: np.ndarray, scale_bytes: np.ndarray) -> np.ndarray:
-        """Pack the states by step, int64 (n_blocks, n), and the scale bytes, uint8 (n_blocks,).
+        """Pack the states by step, int64 (n_blocks, n/V), and the scale bytes, uint8 (n_blocks,).
 
         A start byte must be able to encode the state before step 0.
         """
-        symbols = np.empty(states.shape, np.uint8)
-        symbols[:, self.positions] = states & (1 << self.k) - 1
         order = np.argsort(self.start_states(np.arange(N_STARTS)))
         start = order[states[:, 0] >> self.k].astype(np.uint8)
-        head = [scale_bytes[:, None], start[:, None]]
+        return np.concatenate([scale_bytes[:, None], start[:, None], *self._pack_symbols(states & (1 << self.k) - 1)], axis=1)
+
+    def _pack_symbols(self, c: np.ndarray) -> list[np.ndarray]:
+        """Return the bytes of the symbols by step, (n_blocks, n/V), in parts that follow one another."""
+        if self.v == 2:
+            low = np.stack([c & 1, c >> 1 & 1], axis=2).reshape(len(c), self.n)
+            bits = np.concatenate([low, c >> 2], axis=1) if self.k == 3 else low
+            return [np.packbits(bits.astype(np.uint8), axis=1, bitorder="little")]
+        symbols = np.empty(c.shape, np.uint8)
+        symbols[:, self.positions] = c
         if self.k == 4:
             nibbles = symbols.reshape(len(symbols), 4, 2, self.n // 8) << NIBBLES
-            return np.concatenate([*head, np.bitwise_or.reduce(nibbles, axis=2).reshape(len(symbols), self.n // 2)], axis=1)
-        return np.concatenate([*head, *pack_bits3(symbols)][: self.k + 1], axis=1)  # K = 2 has no high bits
+            return [np.bitwise_or.reduce(nibbles, axis=2).reshape(len(symbols), self.n // 2)]
+        return list(pack_bits3(symbols)[: self.k - 1])  # K = 2 has no high bits
 
     def quantize_blocks(
         self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = 0, metric: Metric | None = None
@@ -172,7 +209,7 @@ class Trellis:
                 metric = Metric.from_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
             is_diagonal = metric is not None and metric.windows is None
             passes = passes or (MAX_SCALES if is_diagonal else 2 if self.n == 256 else 3)
-            states, scale_bytes = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
+            states, scale_bytes = np.zeros((len(x), self.n_steps), np.int64), np.zeros(len(x), np.uint8)
 
             def encode(block_rows: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
                 good = finite[block_rows]
@@ -181,74 +218,68 @@ class Trellis:
                 rows = np.arange(len(finite))[block_rows][good]
                 states[rows], scale_bytes[rows] = search.states, search.scale_bytes
                 d = np.where(scale_bytes[block_rows] > 0, e5m3_to_float32(scale_bytes[block_rows]), np.float32(0))
-                return d[:, None] * self.values[states[block_rows]]
+                return d[:, None] * self.decode(states[block_rows])
 
             encode_rows(metric, x, encode)
         scale_bytes[~finite] = 0xFF
         return self.pack(states, scale_bytes)
 
-    def _planes(self, by_state: np.ndarray) -> np.ndarray:
-        """Reshape (4096,) to (newest symbol, group)."""
-        return np.ascontiguousarray(by_state.reshape(self.n_groups, 1 << self.k).T)
-
     def search(self, x: np.ndarray, before: np.ndarray | None = None, after: np.ndarray | None = None) -> np.ndarray:
         """Find the path of least squared error (Viterbi), as trellis_search() of encode/trellis-search.h does.
 
         Args:
-            x: targets in units of d, float32 (n, steps).
+            x: targets by weight in units of d, float32 (n, steps*V).
             before: states before the first step, int64 (n,); None: any that a start byte can encode.
             after: last states without their oldest symbol, int64 (n,); None: any.
 
         Returns:
             States, int64 (n, steps).
         """
-        n, steps = x.shape
+        n, steps = len(x), x.shape[1] // self.v
         symbols, groups = 1 << self.k, self.n_groups
         unit = np.float32(self.info.trellis_unit)
         fixed = (self.values * unit).astype(np.int32)
-        planes, rows = self._planes(fixed), np.arange(n)
+        planes = np.ascontiguousarray(fixed.reshape(self.v, groups, symbols).swapaxes(1, 2))  # by newest symbol and group
+        rows = np.arange(n)
         x = np.where(x > MAX_UNITS, MAX_UNITS, np.where(x > -MAX_UNITS, x, -MAX_UNITS))
-        x = (x * unit + np.float32(32768.5)).astype(np.int32) - 32768
+        x = ((x * unit + np.float32(32768.5)).astype(np.int32) - 32768).reshape(n, steps, self.v)
         # least[t][:, g]: cost of the best path before step t to group g, which is the state of step t without its newest symbol,
         # or that of step t-1 without its oldest
-        least = np.full((steps + 1, n, groups), NO_PATH, np.uint16)
+        least = np.full((steps + 1, n, groups), NO_PATH, np.int32)
         if before is None:
             least[0, :, :N_STARTS] = 0
         else:
             least[0, rows, before & groups - 1] = 0
         for t in range(steps):
-            e = x[:, t, None, None] - planes
-            cost = (least[t][:, None] + (e * e >> 16)).reshape(n, symbols, symbols, groups // symbols).min(axis=2)
-            # costs must fit in 16 bits; in the first steps, groups without a path are near that limit
-            if t % 2 or t < 12 // self.k - 1:
-                cost = np.minimum(cost - cost.min(axis=(1, 2), keepdims=True), NO_PATH)
+            cost = _squared_error(x[:, t, :, None, None], planes)
+            cost += least[t][:, None]
+            cost = cost.reshape(n, symbols, symbols, groups // symbols).min(axis=2)
             least[t + 1] = cost.transpose(0, 2, 1).reshape(n, groups)
         states = np.empty((n, steps), np.int64)
         after = least[steps].argmin(axis=1) if after is None else after
         for t in range(steps - 1, -1, -1):
             candidates = after[:, None] + np.arange(symbols) * groups
-            e = x[:, t, None] - fixed[candidates]
-            cost = least[t][rows[:, None], candidates >> self.k] + (e * e >> 16)
+            cost = least[t][rows[:, None], candidates >> self.k] + _squared_error(x[:, t, :, None], fixed[:, candidates])
             states[:, t] = candidates[rows, cost.argmin(axis=1)]
             after = states[:, t] >> self.k
         return states
 
     def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
         """Search the states of a block of each row with error feedback, under scales d (rows,), as trellis_search_feedback() in C does."""
-        metric, states, goal = block.known_metric, np.empty(block.x.shape, np.int64), block.goal.copy()
+        metric, states, goal = block.known_metric, np.empty((len(block.x), self.n_steps), np.int64), block.goal.copy()
         S, inverse = metric.segment, (np.float32(1) / d)[:, None]
         ahead = 24 if S < 16 else 16 if metric.windows else S
         for s in range(0, self.n, S):
-            z = goal[:, s : s + S + ahead] * inverse
-            segment = self.search(z, states[:, s - 1] if s else None)[:, :S]
-            states[:, s : s + S] = segment
-            errors = block.x[:, s : s + S] - d[:, None] * self.values[segment]
+            t, z = s // self.v, goal[:, s : s + S + ahead] * inverse
+            segment = self.search(z, states[:, t - 1] if t else None)[:, : S // self.v]
+            states[:, t : t + S // self.v] = segment
+            errors = block.x[:, s : s + S] - d[:, None] * self.decode(segment)
             metric.feed_later(block.first_step, s, errors, goal)
         return states
 
     def excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Return the squared error minus GAUSSIAN_LIMIT_FEEDBACK times the expected error of Gaussian weights, float32 (rows,), as trellis_excess() does."""
-        value = d[:, None] * self.values[states]
+        """Return the squared error minus GAUSSIAN_LIMIT_FEEDBACK times the expected error of Gaussian weights, float32 (rows,); trellis_excess()."""
+        value = d[:, None] * self.decode(states)
         r = block.goal - value
         block.known_metric.feed_block(block.first_step, block.x - value, r)
         z = value + r
@@ -262,15 +293,15 @@ class Trellis:
         inverse = np.float32(1) / d
         assert metric.windows is not None
         B, windows = metric.schur[block.first_step // self.n], metric.windows[block.first_step // self.n]
-        g = multiply(B, metric.find_optimum(block.first_step, block.x, block.goal) - d * self.values[states])
+        g = multiply(B, metric.find_optimum(block.first_step, block.x, block.goal) - d * self.decode(states))
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
-            columns, end = slice(s, s + WINDOW), s + WINDOW
-            old = self.values[states[:, columns]]
+            columns, first, end = slice(s, s + WINDOW), s // self.v, (s + WINDOW) // self.v
+            old = self.decode(states[:, first:end])
             z = old + multiply(windows[i], g[:, columns]) * inverse
             window = self.search(
-                z, states[:, s - 1] if s else None, states[:, end - 1] & self.n_groups - 1 if end < self.n else None
+                z, states[:, first - 1] if s else None, states[:, end - 1] & self.n_groups - 1 if end < self.n_steps else None
             )
-            change = d * (self.values[window] - old)
+            change = d * (self.decode(window) - old)
             terms = change * (np.float32(0.5) * multiply(B[columns, columns], change) - g[:, columns])
             cost = np.zeros(len(d), np.float32)
             for j in range(WINDOW):
@@ -278,7 +309,7 @@ class Trellis:
             better = np.flatnonzero(cost < 0)
             for j in range(WINDOW):
                 g[better] -= B[s + j] * change[better, j, None]
-            states[better, columns] = window[better]
+            states[better, first:end] = window[better]
         return states
 
 
@@ -324,13 +355,13 @@ class ScaleSearch:
 
     Attributes:
         scale_bytes: the best scales so far, uint8 (n_rows,); 0: all values are zero.
-        states: their states, int64 (n_rows, n); zero where the scale byte is 0.
+        states: their states, int64 (n_rows, n/V); zero where the scale byte is 0.
     """
 
     def __init__(self, trellis: Trellis, block: Block):
         n_rows = len(block.x)
         self.trellis, self.block = trellis, block
-        self.scale_bytes, self.states = np.zeros(n_rows, np.uint8), np.zeros((n_rows, trellis.n), np.int64)
+        self.scale_bytes, self.states = np.zeros(n_rows, np.uint8), np.zeros((n_rows, trellis.n_steps), np.int64)
         self._error, _ = block.cost()  # of the best states
         self._tried = np.zeros((n_rows, 256), bool)  # by scale byte
         self._has_correlations = block.metric is not None and block.metric.windows is not None  # block-diagonal or full Hessian
@@ -340,7 +371,8 @@ class ScaleSearch:
         t, block, n_rows = self.trellis, self.block, len(self.scale_bytes)
         energy = sum_lanes(block.goal * block.goal)
         error_limit, gaussian_scale = t.gaussian_nmse_limit * energy, np.sqrt(energy * np.float32(1 / t.n)) / t.rms
-        targets, non_gaussian = gaussian_scale * np.float32(t.info.trellis_gain), np.zeros(n_rows, bool)
+        gain = t.info.trellis_feedback_gain if self._has_correlations else t.info.trellis_gain
+        targets, non_gaussian = gaussian_scale * np.float32(gain), np.zeros(n_rows, bool)
         if block.metric is not None and not self._has_correlations:
             rows, scale_bytes = self._choose_scales(np.arange(n_rows), targets)
             if len(rows):
@@ -395,7 +427,7 @@ class ScaleSearch:
             states = self.trellis.search_feedback(block, d)
         else:
             states = self.trellis.search(block.goal * (np.float32(1) / d)[:, None])
-        v = self.trellis.values[states]
+        v = self.trellis.decode(states)
         e = block.goal - d[:, None] * v
         cost, d_change = block.cost(v, d)
         better = cost < self._error[rows]
