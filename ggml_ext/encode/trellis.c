@@ -334,24 +334,24 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
     trellis_end(w);
 }
 
-#define GGML_EXT_X(NAME, name, K, V, N, CODE, OFFSET, GAIN, FEEDBACK, UNIT, NMSE)                                                        \
-    static void put_##name(void * dst, int64_t i, const struct trellis_best * best) {                                      \
-        block_##name * b = (block_##name *) dst + i;                                                                       \
-        b->d = best->d;                                                                                                    \
-        trellis_pack(K, V, N, best, &b->start, b->symbols);                                                                   \
-    }                                                                                                                      \
-    EXT_CLONES                                                                                                             \
-    void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                 \
-                                const float * importance, const struct ggml_ext_quantize_params * params) {                \
-        const struct trellis_type t = {K, V, N, &ggml_ext_##name##_tables, OFFSET, GAIN, FEEDBACK, UNIT, NMSE};                         \
-        const int n_scales = params->trellis_passes ? params->trellis_passes                                               \
-                                                    : trellis_default_scales(N, importance && !params->metric);             \
-        struct ggml_ext_metric * diagonal = NULL;                                                                          \
-        if (importance && !params->metric) {                                                                               \
-            diagonal = metric_from_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                                \
-            GGML_ASSERT(diagonal != NULL);                                                                                 \
-        }                                                                                                                  \
-        trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_scales, dst, put_##name);  \
-        ggml_ext_metric_free(diagonal);                                                                                    \
+#define GGML_EXT_X(NAME, name, K, V, N, CODE, OFFSET, GAIN, FEEDBACK, UNIT, NMSE)                                         \
+    static void put_##name(void * dst, int64_t i, const struct trellis_best * best) {                                     \
+        block_##name * b = (block_##name *) dst + i;                                                                      \
+        b->d = best->d;                                                                                                   \
+        trellis_pack(K, V, N, best, &b->start, b->symbols);                                                               \
+    }                                                                                                                     \
+    EXT_CLONES                                                                                                            \
+    void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                \
+                                const float * importance, const struct ggml_ext_quantize_params * params) {               \
+        const struct trellis_type t = {K, V, N, &ggml_ext_##name##_tables, OFFSET, GAIN, FEEDBACK, UNIT, NMSE};           \
+        const int n_scales = params->trellis_passes ? params->trellis_passes                                              \
+                                                    : trellis_default_scales(N, importance && !params->metric);           \
+        struct ggml_ext_metric * diagonal = NULL;                                                                         \
+        if (importance && !params->metric) {                                                                              \
+            diagonal = metric_from_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                             \
+            GGML_ASSERT(diagonal != NULL);                                                                                \
+        }                                                                                                                 \
+        trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_scales, dst, put_##name); \
+        ggml_ext_metric_free(diagonal);                                                                                   \
     }
 GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)

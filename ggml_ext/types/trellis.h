@@ -111,19 +111,23 @@ static inline int ggml_ext_trellis_symbol(int k, int v, int n, const uint8_t * s
 
 // Packs the symbols of all steps.
 static inline void ggml_ext_trellis_pack(int k, int v, int n, const uint8_t * c, uint8_t * symbols) {
-    const int n_steps = n/v;
-    memset(symbols, 0, (size_t) (k*n_steps/8));
-    for (int t = 0; t < n_steps; ++t) {
-        const int i = t/8, g = t%8; // byte of a plane, and group
-        if (v == 2) {
-            symbols[t/4] |= (uint8_t) ((c[t] & 3) << 2*(t%4));
-        } else if (k == 4) {
-            symbols[n/8*(g/2) + i] |= (uint8_t) (c[t] << 4*(g%2));
-        } else {
-            symbols[n/8*(g/4) + i] |= (uint8_t) ((c[t] & 3) << 2*(g%4));
+    if (v == 1 && k < 4) {
+        uint8_t by_position[QK_K];
+        for (int t = 0; t < n; ++t) {
+            by_position[ggml_ext_trellis_position(n, t)] = c[t];
         }
+        ggml_ext_pack_bits3(by_position, n, symbols, k == 3 ? symbols + n/4 : NULL);
+        return;
+    }
+    memset(symbols, 0, (size_t) (k*n/v/8));
+    for (int t = 0; t < n/v; ++t) {
+        if (k == 4) {
+            symbols[n/8*(t%8/2) + t/8] |= (uint8_t) (c[t] << 4*(t%2));
+            continue;
+        }
+        symbols[t/4] |= (uint8_t) ((c[t] & 3) << 2*(t%4));
         if (k == 3) {
-            symbols[n_steps/4 + i] |= (uint8_t) ((c[t] >> 2) << g);
+            symbols[n/8 + t/8] |= (uint8_t) ((c[t] >> 2) << t%8);
         }
     }
 }

@@ -157,16 +157,16 @@ class Allocation:
         return FileType(name.lower(), file_type, qtype) if upstream_only else replace(placeholder, id=file_type)
 
 
-def allocate_without_measuring(
-    target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item], codec: Codec
-) -> Allocation | None:
-    """Keep all types if the target allows that; return None if errors must be measured. UserError if no file can be small enough.
-
-    Types below two bits become candidates of the items if the limit needs them.
-    """
+def add_needed_low_types(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item], codec: Codec) -> None:
+    """Add the types below two bits to the candidates if the default types do not fit into the limit, or hardly."""
     limit = Limit.compute(target, plan, items, header_bytes(file), file.alignment)
     if not target.types_are_listed and not target.upstream_only and LOW_ROOM * limit.smallest(items) > limit.n_bytes:
         add_low_types(items, codec)
+
+
+def allocate_without_measuring(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item]) -> Allocation | None:
+    """Keep all types if the target allows that; return None if errors must be measured. UserError if no file can be small enough."""
+    limit = Limit.compute(target, plan, items, header_bytes(file), file.alignment)
     room = HEADER_ROOM if target.kind == "size" else 0
     limit.check(items, room)
     if not items:

@@ -75,7 +75,7 @@ def add_low_types(items: list[Item], codec: Codec) -> None:
     low_types = [parse_type(name, "--target-types") for name in LOW_TYPES]
     for item in items:
         if not item.is_named:
-            item.types[:] = dict.fromkeys([*_fit_types(item.tensor, low_types, codec), *item.types])
+            item.types = [*dict.fromkeys([*_fit_types(item.tensor, low_types, codec), *item.types])]
 
 
 def drop_unusable(items: list[Item], codec: Codec) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from .._allocation.allocation import Allocation, allocate_types, allocate_without_measuring
+from .._allocation.allocation import Allocation, add_needed_low_types, allocate_types, allocate_without_measuring
 from .._allocation.error_measurement import ErrorMeasurement
 from .._allocation.items import Item, make_items
 from .._allocation.target import Target
@@ -240,9 +240,10 @@ def plan_job_for_target(
     """Check the weights, calibrate, choose types for a target, and configure --propagate."""
     choices, file = settings.choices, model.file
     items = make_items(target, plan, choices, codec)
+    add_needed_low_types(target, file, plan, items, codec)
     candidates = {item.planned.name: item.types for item in items}
     check_source(file, plan, codec, console, n_threads=settings.n_threads, candidates=candidates)
-    allocation, scales = allocate_without_measuring(target, file, plan, items, codec), ColumnScales()
+    allocation, scales = allocate_without_measuring(target, file, plan, items), ColumnScales()
     importance = Importance(description="none (nothing to encode)")
     if allocation is None:
         model.plan_parts(plan, settings, candidates)  # smallest sizes: fail before calibration
