@@ -40,7 +40,7 @@ template <typename B> struct tile {
 // Tiles for tensor cores store the scales in each row. Tiles for DP4A store them after all rows: eight per row, one word of
 // padding every four rows.
 //
-// With 64-weight blocks, a row may end inside its last 256 weights. The loader then reads the start of the next row, or after
+// With shorter blocks, a row may end inside its last 256 weights. The loader then reads the start of the next row, or after
 // the last row upstream's zeroed padding to a multiple of 512 weights. The activations there have q = 0 and d = 0
 // (quantize.cuh), so finite scales give exact zeros. A non-finite scale spoils the next row's own results anyway.
 template <ggml_type type, int J, bool fallback, bool mma>

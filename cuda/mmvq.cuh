@@ -36,8 +36,8 @@ static __device__ __forceinline__ float dot(const unpacked & u, const block_q8<t
 }
 
 // vec_dot_q_cuda_t: the part of block kbx of vbq that thread iqs/VDR computes. bq8_1 points to that block's activations in
-// upstream's buffer. Only this address tells which block of a pair of 64 they belong to: kbx counts from the start of the tensor,
-// and a row may begin with the second block of a pair.
+// upstream's buffer. Only this address tells which of the blocks in a block_q8 they belong to: kbx counts from the start of the tensor,
+// and a row may begin with any of them.
 template <typename B>
 static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, const block_q8_1 * __restrict__ bq8_1,
                                                 const int & kbx, const int & iqs) {

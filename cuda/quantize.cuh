@@ -1,5 +1,5 @@
 // Quantization of activations, fused with the rotation for rotated types: one launch in place of upstream's quantize_q8_1.
-// A warp takes 256 values: one block, or four blocks of 64.
+// A warp takes 256 values: one block, four blocks of 64 or eight of 32.
 #pragma once
 
 #include "rotation.cuh"
@@ -7,27 +7,28 @@
 
 namespace ggml_ext {
 
-// Activations of one block of n = 256 weights or of two blocks of 64, in place of block_q8_1.
+// Activations of one block of n = 256 weights, of two blocks of 64 or of four blocks of 32, in place of block_q8_1.
 //   qs[k]   the 32 values that thread k multiplies, for two 16-byte loads: weight L*g + 4*k + b of unpack.cuh has its
 //           activation at code_place(nibble_distance, g, b)
 //   ds[k]   high half: scale as bfloat16, rounded up before the values are divided by it, so that |q| <= 127; low half: sum of
 //           qs[k], for the offsets of the weights
-// Blocks of 64 come in pairs because one of 72 bytes would not be aligned to 16. The second block's threads follow the first's.
-// Rows hold complete pairs: upstream pads them to MATRIX_ROW_PADDING = 512 values.
+// Short blocks share a struct because one of 72 or 36 bytes would not be aligned to 16. A block's threads follow those of the block before.
+// Rows hold complete structs: upstream pads them to MATRIX_ROW_PADDING = 512 values.
 template <int n> struct block_q8 {
-    static constexpr int n_threads = n == QK_K ? 8 : 4; // of the block, or of the pair of blocks of 64
+    static constexpr int n_threads = n == QK_K ? 8 : 4; // of the block, or of the two or four blocks
     int8_t   qs[n_threads][4*N_WORDS];
     uint32_t ds[n_threads];
     __device__ __forceinline__ float d(int k) const { return __uint_as_float(ds[k] & 0xffff0000); }
     __device__ __forceinline__ int sum(int k) const { return (int16_t) ds[k]; }
 
-    // The first thread of the block that upstream places at y: 2 for the second block of a pair, else 0. Upstream's pointer to a second
-    // block is the pair's plus 72 bytes, two block_q8_1 of 36, although this struct interleaves the data of both blocks. The pair's
-    // address is a multiple of 16, so y/8 is odd for second blocks only.
-    static __device__ __forceinline__ int first_thread(const block_q8_1 * y) { return n == QK_K ? 0 : (uintptr_t) y/8 % 2 * 2; }
+    // The first thread of the block that upstream places at y. Upstream's pointer is this struct's plus a block_q8_1 of 36 bytes for each
+    // thread of the blocks before, although the struct interleaves the data of its blocks. Its own address is a multiple of 16, so y/4 % 4
+    // is the number of these threads.
+    static __device__ __forceinline__ int first_thread(const block_q8_1 * y) { return n == QK_K ? 0 : (uintptr_t) y/4 % 4; }
 };
 static_assert(sizeof(block_q8<256>) == 256/QK8_1*sizeof(block_q8_1), "upstream allocates the buffer");
 static_assert(sizeof(block_q8<64>) == 2*64/QK8_1*sizeof(block_q8_1), "of a pair");
+static_assert(sizeof(block_q8<32>) == 4*sizeof(block_q8_1), "of four blocks");
 static_assert(sizeof(block_q8<256>) % 16 == 0 && sizeof(block_q8<64>) % 16 == 0, "16-byte loads");
 
 constexpr int   N_WARPS_QUANTIZE = 4;
@@ -251,7 +252,8 @@ static void quantize_mmq_cuda(const float * x, const int32_t * ids, void * vy, g
     GGML_ASSERT(!has_sum || block_size_of(type_src0) == QK_K); // only 256-weight types have zero points per block
     const auto kernel = has_sum                          ? quantize_rotated_mmq<256, true,  scatter>
                       : block_size_of(type_src0) == QK_K ? quantize_rotated_mmq<256, false, scatter>
-                                                         : quantize_rotated_mmq<64,  false, scatter>;
+                      : block_size_of(type_src0) == 64   ? quantize_rotated_mmq<64,  false, scatter>
+                                                         : quantize_rotated_mmq<32,  false, scatter>;
     ggml_cuda_kernel_launch(kernel, params, x, ids, vy, ne00, s01, s02, s03, ne0, ne1, ne2, n_expert_used);
 }
 

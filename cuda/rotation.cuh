@@ -1,4 +1,4 @@
-// The rotation (ggml-ext-rotation.h) of 256 values in one warp: one block, or four blocks of 64. A block of n values occupies
+// The rotation (ggml-ext-rotation.h) of 256 values in one warp: one block, four blocks of 64 or eight of 32. A block of n values occupies
 // L = n/8 neighboring lanes; lane l holds the values L*i + l, i = 0 ... 7. This is the layout of unpack.cuh with four lanes per
 // thread. Butterflies at strides 1 to L/2 are shuffles, those at L to n/2 use registers. The order is the reference's, so the
 // results are bit-equal.
@@ -18,7 +18,8 @@ template <int n> static __device__ __forceinline__ int block_lane(int lane) { re
 
 template <int n>
 static __device__ __forceinline__ void fwht(float (&v)[N_PER_LANE], int lane) {
-    static_assert(n == 256 || n == 64, "block sizes");
+    static_assert(n == 256 || n == 64 || n == 32, "block sizes");
+    constexpr float scale = n == 256 ? 1.0f/16 : n == 64 ? 1.0f/8 : 0.17677669529663688f; // 1/sqrt(n)
 #pragma unroll
     for (int h = 1; h < N_LANES<n>; h *= 2) {
 #pragma unroll
@@ -40,7 +41,7 @@ static __device__ __forceinline__ void fwht(float (&v)[N_PER_LANE], int lane) {
     }
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        v[i] *= n == 256 ? 1.0f/16 : 1.0f/8;
+        v[i] *= scale;
     }
 }
 

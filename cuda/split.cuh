@@ -106,17 +106,17 @@ static __global__ void split_activations(const float * x_ptr, float * y_ptr, int
 static void split_activations_cuda(const float * x, float * y, ggml_type type_src0, split_groups groups, int64_t ne00, int64_t s01,
                                    int64_t s02, int64_t s03, const pair_strides & y_strides, int64_t ne1, int64_t ne2, int64_t ne3,
                                    cudaStream_t stream) {
-    const bool is_64 = block_size_of(type_src0) == 64, rotated = block_size_of(type_src0) && is_rotated(type_src0);
-    GGML_ASSERT(!is_64 || rotated);
+    const int rotated_block = is_rotated(type_src0) ? block_size_of(type_src0) : 0;
     const dim3 grid = row_grid(ne1, ne2, ne3, ((ne00 + QK_K - 1)/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
     const auto launch = [&](auto kernel) {
         ggml_cuda_kernel_launch(kernel, params, x, y, ne00, s01, s02, s03, y_strides, (uint32_t) ne1, (uint32_t) ne2);
     };
 #define GGML_EXT_SPLIT(groups)                                                                  \
-    case groups: return !rotated ? launch(split_activations<256, false, groups>)                \
-                      : !is_64   ? launch(split_activations<256, true,  groups>)                \
-                                 : launch(split_activations<64,  true,  groups>);
+    case groups: return rotated_block == 0   ? launch(split_activations<256, false, groups>)    \
+                      : rotated_block == 256 ? launch(split_activations<256, true,  groups>)    \
+                      : rotated_block == 64  ? launch(split_activations<64,  true,  groups>)    \
+                                             : launch(split_activations<32,  true,  groups>);
     switch (groups) {
         GGML_EXT_SPLIT(SPLIT_THREADS_BF16)
         GGML_EXT_SPLIT(SPLIT_32_FLOAT)

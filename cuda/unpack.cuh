@@ -1,4 +1,4 @@
-// The unpack interface in CUDA. A block of n = 256 or 64 weights has n/32 threads with 32 weights each. Thread k holds the
+// The unpack interface in CUDA. A block of n = 256, 64 or 32 weights has n/32 threads with 32 weights each. Thread k holds the
 // weights L*g + 4*k + b, L = n/8, g = 0 ... 7, b = 0 ... 3, as eight words of four bytes. A type specializes
 // unpacker<block>::unpack(x, k), which returns:
 //   q[g]       byte b: the code of weight L*g + 4*k + b, equal to the scalar reference's

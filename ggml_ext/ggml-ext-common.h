@@ -19,8 +19,8 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
-// Blocks of 64 that kernels process together.
-enum { GGML_EXT_GROUP_BLOCKS = 4 };
+// Blocks of 64, and of 32, that kernels process together.
+enum { GGML_EXT_GROUP_BLOCKS = 4, GGML_EXT_GROUP_BLOCKS_32 = 8 };
 
 // For tables that C++ uses in constant expressions.
 #ifdef __cplusplus
@@ -71,9 +71,17 @@ typedef struct {
 } block_q8_kr64;
 static_assert(sizeof(block_q8_kr64) == GGML_EXT_Q8_KR64_BLOCK_BYTES, "types.toml and the struct differ");
 
+// Q8_KR32: the same for eight blocks of 32.
+typedef struct {
+    float  d[GGML_EXT_GROUP_BLOCKS];
+    float  sum[GGML_EXT_GROUP_BLOCKS_32];
+    int8_t qs[QK_K];                   // value 4*g + i of block b at 4*b + i of group g
+} block_q8_kr32;
+static_assert(sizeof(block_q8_kr32) == GGML_EXT_Q8_KR32_BLOCK_BYTES, "types.toml and the struct differ");
+
 // The unpack contract: one block as integers, the same on every backend.
 //   value[j] = d * scale[j / group] * (q[j] - offset)
-// group comes from types.toml; types with one scale set scale[0] = 1. Values of rotated types are rotated. Blocks of 64 use q[0..63].
+// group comes from types.toml; types with one scale set scale[0] = 1. Values of rotated types are rotated. Blocks of n weights use q[0..n-1].
 struct ggml_ext_unpacked {
     int8_t  q[QK_K];
     int32_t scale[GGML_EXT_MAX_GROUPS];

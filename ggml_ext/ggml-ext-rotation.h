@@ -1,10 +1,11 @@
-// The rotation R = H S of a block of n = 256 or 64 values. S flips the signs at fixed positions. H is the normalised Walsh-Hadamard
+// The rotation R = H S of a block of n = 256, 64 or 32 values. S flips the signs at fixed positions. H is the normalised Walsh-Hadamard
 // matrix in Sylvester order, H[i][j] = (-1)^popcount(i & j) / sqrt(n). H H = S S = I, so R^-1 = S H and <R w, R x> = <w, x>.
 // H alone would map constants and ramps to a few large values; the signs (scripts/studies/rotation_signs.py) prevent that.
-// Blocks of 64 use the first 64 signs.
+// Blocks of 64 and 32 use the first 64 and 32 signs.
 //
-// Every backend computes the butterflies (u, v) -> (u + v, u - v) at strides 1, 2, 4, ... n/2 in this order and multiplies by the
-// exact 1/16 or 1/8 last. Tests compare bits, and float addition is not associative. Files do not depend on the order.
+// Every backend computes the butterflies (u, v) -> (u + v, u - v) at strides 1, 2, 4, ... n/2 in this order and multiplies by
+// 1/sqrt(n) last, which is exact for 256 and 64. Tests compare bits, and float addition is not associative. Files do not depend on the
+// order.
 #pragma once
 
 #include "ggml-ext-common.h"
@@ -25,11 +26,16 @@
     }
 GGML_EXT_DEFINE_BUTTERFLIES(ggml_ext_butterflies, float)
 
+// 1/sqrt(n)
+static inline double ggml_ext_rotation_scale(int n) {
+    assert(n == 256 || n == 64 || n == 32);
+    return n == 256 ? 1.0/16 : n == 64 ? 1.0/8 : 0.17677669529663688;
+}
+
 static inline void ggml_ext_fwht(float * x, int n) {
-    assert(n == 256 || n == 64);
     ggml_ext_butterflies(x, n);
     for (int j = 0; j < n; ++j) {
-        x[j] *= n == 256 ? 1.0f/16 : 1.0f/8;
+        x[j] *= (float) ggml_ext_rotation_scale(n);
     }
 }
 

@@ -90,21 +90,37 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
     }
 }
 
+// Quantize n_values <= 256 floats in blocks of block_size to the members of a block_q8_kr64 or block_q8_kr32.
+static void quantize_group(const float * x, int64_t n_values, int block_size, float d[GGML_EXT_GROUP_BLOCKS], float * sum, int8_t * qs) {
+    const int L = block_size/8;
+    float  v[QK_K] = {0};
+    int8_t q[QK_K];
+    memcpy(v, x, (size_t) n_values*sizeof(v[0]));
+    quantize_rotated(v, QK_K, block_size, q, &d[0]);
+    for (int b = 1; b < GGML_EXT_GROUP_BLOCKS; ++b) {
+        d[b] = d[0];
+    }
+    for (int b = 0; b < QK_K/block_size; ++b) {
+        sum[b] = (float) sum_codes(q + block_size*b, block_size);
+        for (int g = 0; g < 8; ++g) {
+            memcpy(qs + ggml_ext_group_offset(g) + L*b, q + block_size*b + L*g, (size_t) L);
+        }
+    }
+}
+
 void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * vy, int64_t n) {
     assert(n % 64 == 0);
     block_q8_kr64 * y = vy;
     for (int64_t i = 0; i < n; i += QK_K, ++y) {
-        float  v[QK_K] = {0};
-        int8_t q[QK_K];
-        memcpy(v, x + i, (n - i < QK_K ? (size_t) (n - i) : QK_K)*sizeof(v[0]));
-        quantize_rotated(v, QK_K, 64, q, &y->d[0]);
-        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
-            y->d[b]   = y->d[0];
-            y->sum[b] = (float) sum_codes(q + 64*b, 64);
-            for (int g = 0; g < 8; ++g) {
-                memcpy(y->qs + ggml_ext_group_offset(g) + 8*b, q + 64*b + 8*g, 8);
-            }
-        }
+        quantize_group(x + i, n - i < QK_K ? n - i : QK_K, 64, y->d, y->sum, y->qs);
+    }
+}
+
+void ggml_ext_quantize_row_q8_kr32_ref(const float * x, void * vy, int64_t n) {
+    assert(n % 32 == 0);
+    block_q8_kr32 * y = vy;
+    for (int64_t i = 0; i < n; i += QK_K, ++y) {
+        quantize_group(x + i, n - i < QK_K ? n - i : QK_K, 32, y->d, y->sum, y->qs);
     }
 }
 
@@ -198,7 +214,8 @@ bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_bloc
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
             case GGML_TYPE_Q8_KR:   valid = isfinite(((const block_q8_K *) data)[ib].d); break;
-            case GGML_TYPE_Q8_KR64: valid = true; break; // holds groups of a row, so single blocks cannot be checked
+            case GGML_TYPE_Q8_KR64: // holds groups of a row, so single blocks cannot be checked
+            case GGML_TYPE_Q8_KR32: valid = true; break;
         }
         if (!valid) {
             fprintf(stderr, "%s: block %zu of type %s has a scale that is NaN or Inf\n", __func__, ib, ggml_type_name(type));

@@ -62,7 +62,7 @@ GGML_API void ggml_ext_ditto3_add_rows(double * sum_w, double * sum_wx, const fl
 // Compute centroids for ditto3_codebook. Return false if no row was added or memory ran out.
 GGML_API bool ggml_ext_ditto3_codebook(const double * sum_w, const double * sum_wx, float codebook[8]);
 
-// The unpack contract of one block, scalar reference: 256 or 64 codes, up to four integer scales, d and offset, where
+// The unpack contract of one block, scalar reference: 256, 64 or 32 codes, up to four integer scales, d and offset, where
 // value[j] = d * scale[j / group] * (q[j] - offset). Return false for other types.
 GGML_API bool ggml_ext_unpack_block(enum ggml_type type, const void * block, int8_t * q, int32_t * scale, float * d,
                                     float * offset);
@@ -70,13 +70,14 @@ GGML_API bool ggml_ext_unpack_block(enum ggml_type type, const void * block, int
 // Check that every block of a row has finite scales.
 GGML_API bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_blocks);
 
-// Rotate n_blocks blocks of block_size = 256 or 64 floats in place, or back (ggml-ext-rotation.h).
+// Rotate n_blocks blocks of block_size = 256, 64 or 32 floats in place, or back (ggml-ext-rotation.h).
 GGML_API void ggml_ext_rotate(float * x, int64_t n_blocks, int block_size);
 GGML_API void ggml_ext_rotate_back(float * x, int64_t n_blocks, int block_size);
 
 // Scalar references of the CPU backend's from_float for the rotated activation types.
 GGML_API void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * y, int64_t n);
 GGML_API void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * y, int64_t n);
+GGML_API void ggml_ext_quantize_row_q8_kr32_ref(const float * x, void * y, int64_t n);
 
 #ifdef __cplusplus
 }

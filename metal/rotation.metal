@@ -1,4 +1,4 @@
-// The rotation (ggml-ext-rotation.h) of 256 values in one simdgroup: one block, or four blocks of 64. Lane c of a block's L = n/8
+// The rotation (ggml-ext-rotation.h) of 256 values in one simdgroup: one block, four blocks of 64 or eight of 32. Lane c of a block's L = n/8
 // lanes holds the values L*i + c, i = 0 ... 7, as in unpack.metal. Butterflies at strides 1 to L/2 are shuffles, those at L to n/2 use
 // registers. The order is the reference's, so the results are bit-equal without fast math.
 
@@ -21,7 +21,7 @@ template <short n> static inline void ggml_ext_fwht(thread float * v, short lane
         }
     }
     FOR_UNROLL (short i = 0; i < GGML_EXT_N_PER_LANE; ++i) {
-        v[i] *= n == 256 ? 1.0f/16 : 1.0f/8;
+        v[i] *= n == 256 ? 1.0f/16 : n == 64 ? 1.0f/8 : 0.17677669529663688f; // 1/sqrt(n)
     }
 }
 
@@ -85,3 +85,4 @@ kernel void kernel_ext_rotate(
 typedef decltype(kernel_ext_rotate<256>) kernel_ext_rotate_t;
 template [[host_name("kernel_ext_rotate_256")]] kernel kernel_ext_rotate_t kernel_ext_rotate<256>;
 template [[host_name("kernel_ext_rotate_64")]]  kernel kernel_ext_rotate_t kernel_ext_rotate<64>;
+template [[host_name("kernel_ext_rotate_32")]]  kernel kernel_ext_rotate_t kernel_ext_rotate<32>;

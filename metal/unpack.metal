@@ -1,4 +1,4 @@
-// The unpack interface in Metal. A block of n = 256 or 64 weights has L = n/8 lanes. Lane c has byte c of every bit plane: the
+// The unpack interface in Metal. A block of n = 256, 64 or 32 weights has L = n/8 lanes. Lane c has byte c of every bit plane: the
 // weights L*g + c, g = 0 ... 7. A type specializes ggml_ext_unpacker<block>:
 //   n, n_groups, rotated   from types.toml
 //   has_table              value() looks up a table of 4096 entries: codes() in constant memory, or entries that `table` makes of them
@@ -9,7 +9,7 @@
 
 template <typename B> struct ggml_ext_unpacker;
 
-// A lane has eight weights, a simdgroup one block of 256 or four blocks of 64.
+// A lane has eight weights, a simdgroup one block of 256, four blocks of 64 or eight of 32.
 enum { GGML_EXT_N_PER_LANE = 8, GGML_EXT_N_PER_SIMDGROUP = 256 };
 
 template <typename B> struct ggml_ext_lanes {

@@ -43,8 +43,8 @@ void write_row(const uint d_offset, const uint first) {
         float v[EXT_R];
         ext_transform_strides(item, v);
         const uint j = first + ext_position(item);
-        if (j < p.ne00) {
-            [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
+        [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
+            if (j + EXT_R*i < p.ne00) {
                 data_d[d_offset + j + EXT_R*i] = D_TYPE(ext_signed(v[i], item%EXT_R + EXT_R*i));
             }
         }

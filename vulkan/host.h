@@ -21,6 +21,11 @@ static int ggml_ext_vk_rotated_block(ggml_type type) {
     }
 }
 
+// Index of the pipelines that rotate blocks of this size.
+static constexpr int ggml_ext_vk_rotate_index(int block) {
+    return block == 256 ? 2 : block == 64 ? 1 : 0;
+}
+
 // --- shared memory ---------------------------------------------------------------------------------------------------
 
 // Bytes of a type's table in shared memory (trellis.glsl, ditto5.glsl).
@@ -72,7 +77,7 @@ static vk_pipeline ggml_ext_vk_get_y_pipeline(ggml_backend_vk_context * ctx, con
         return ggml_vk_get_cpy_pipeline(ctx, x, dst, y_type);
     }
     GGML_ASSERT(x->type == GGML_TYPE_F32 && (y_type == GGML_TYPE_F32 || y_type == GGML_TYPE_F16));
-    return ctx->device->pipeline_ggml_ext_rotate[block == 256][y_type == GGML_TYPE_F16];
+    return ctx->device->pipeline_ggml_ext_rotate[ggml_ext_vk_rotate_index(block)][y_type == GGML_TYPE_F16];
 }
 
 // --- supported operations --------------------------------------------------------------------------------------------

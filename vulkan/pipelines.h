@@ -28,13 +28,15 @@
     GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
 #undef GGML_EXT_X
     if (w == 0) {
-#define GGML_EXT_X(is_256, block, is_f16, type) \
-        ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_rotate[is_256][is_f16], "ggml_ext_rotate_" #block "_" #type, \
+#define GGML_EXT_X(block, is_f16, type) \
+        ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_rotate[ggml_ext_vk_rotate_index(block)][is_f16], "ggml_ext_rotate_" #block "_" #type, \
             ggml_ext_rotate_##block##_##type##_len, ggml_ext_rotate_##block##_##type##_data, "main", 2, sizeof(vk_op_unary_push_constants), {512, 1, 1}, {}, 1);
-        GGML_EXT_X(0, 64,  0, f32)
-        GGML_EXT_X(0, 64,  1, f16)
-        GGML_EXT_X(1, 256, 0, f32)
-        GGML_EXT_X(1, 256, 1, f16)
+        GGML_EXT_X(32,  0, f32)
+        GGML_EXT_X(32,  1, f16)
+        GGML_EXT_X(64,  0, f32)
+        GGML_EXT_X(64,  1, f16)
+        GGML_EXT_X(256, 0, f32)
+        GGML_EXT_X(256, 1, f16)
 #undef GGML_EXT_X
     }
 }

@@ -28,8 +28,8 @@ void main() {
         float v[EXT_R];
         ext_transform_strides(item, v);
         const uint j = first + ext_position(item);
-        if (j < p.ne) {
-            [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
+        [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
+            if (j + EXT_R*i < p.ne) {
                 data_d[get_doffset() + dst_idx(j + EXT_R*i)] = D_TYPE(v[i]);
             }
         }

@@ -38,7 +38,7 @@ static void ggml_ext_shaders(const std::string & type, const std::string & data_
 }
 
 static void ggml_ext_rotation_shaders() {
-    for (const std::string block : {"64", "256"}) {
+    for (const std::string block : {"32", "64", "256"}) {
         ggml_ext_shader("ggml_ext_rotate_" + block + "_f32", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"A_TYPE", "float"}, {"D_TYPE", "float"}});
         ggml_ext_shader("ggml_ext_rotate_" + block + "_f16", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"A_TYPE", "float"}, {"D_TYPE", "float16_t"}});
     }

@@ -136,6 +136,39 @@ const uint ext_trellis_values1[4] = uint[4](0x09101601u, 0x0e06000fu, 0x06101311
 const uint ext_trellis_values2[4] = uint[4](0x010b100cu, 0x03050317u, 0x05070908u, 0x070b0305u);
 const uint ext_trellis_values3[4] = uint[4](0x2a3b3f18u, 0x174f3227u, 0x3d261c4fu, 0x4c006738u);
 const float ext_trellis_offset = 60.0;
+#elif defined(DATA_A_ITQ4_T32)
+#define DATA_A_GGML_EXT
+#define QUANT_K 32
+#define EXT_ROTATION 32
+#define EXT_WORD_BITS 16
+struct ext_block { uint16_t w[9]; };
+#define EXT_TRELLIS_K 4
+#define EXT_TRELLIS_V 1
+const uint ext_trellis_values0[4] = uint[4](0x2f251f19u, 0x3309000eu, 0x122b3922u, 0x1628471cu);
+const uint ext_trellis_values1[4] = uint[4](0x1d212d18u, 0x23361e25u, 0x1400281au, 0x231b1d20u);
+const float ext_trellis_offset = 64.0;
+#elif defined(DATA_A_ITQ3_T32)
+#define DATA_A_GGML_EXT
+#define QUANT_K 32
+#define EXT_ROTATION 32
+#define EXT_WORD_BITS 16
+struct ext_block { uint16_t w[7]; };
+#define EXT_TRELLIS_K 3
+#define EXT_TRELLIS_V 1
+const uint ext_trellis_values0[4] = uint[4](0x1b002710u, 0x1d170d28u, 0x36180e1fu, 0x062e2214u);
+const uint ext_trellis_values1[4] = uint[4](0x0f242922u, 0x35152d20u, 0x2e1a1f18u, 0x20420029u);
+const float ext_trellis_offset = 60.0;
+#elif defined(DATA_A_ITQ2_T32)
+#define DATA_A_GGML_EXT
+#define QUANT_K 32
+#define EXT_ROTATION 32
+#define EXT_WORD_BITS 16
+struct ext_block { uint16_t w[5]; };
+#define EXT_TRELLIS_K 2
+#define EXT_TRELLIS_V 1
+const uint ext_trellis_values0[4] = uint[4](0x344e1726u, 0x25003016u, 0x41152430u, 0x15284039u);
+const uint ext_trellis_values1[4] = uint[4](0x0e200a16u, 0x16001c0eu, 0x0c17162cu, 0x1c160e1fu);
+const float ext_trellis_offset = 62.0;
 #elif defined(DATA_A_DITTO5)
 #define DATA_A_GGML_EXT
 #define QUANT_K 256

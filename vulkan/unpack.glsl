@@ -1,4 +1,4 @@
-// The unpack interface in GLSL, included where data_a is declared. A block of n = QUANT_K = 256 or 64 weights has n/32 threads.
+// The unpack interface in GLSL, included where data_a is declared. A block of n = QUANT_K = 256, 64 or 32 weights has n/32 threads.
 // Thread k has word k of every bit plane: the 32 weights L*g + 4*k + b, L = n/8, g = 0 ... 7, b = 0 ... 3. A type defines:
 //   ext_words                the data of thread k, from ext_load(block, k)
 //   ext_values(words, g)     the four weights of group g: (code - offset) times the integer scale, exact; or the codes, see EXT_OFFSET

@@ -24,6 +24,7 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
         block_q8_0    q8_0[QK_K/QK8_0];
         block_q8_K    q8_K;
         block_q8_kr64 q8_kr64;
+        block_q8_kr32 q8_kr32;
     } block;
     alignas(32) float v[QK_K];
     if (type == GGML_TYPE_Q8_1) {
@@ -49,6 +50,13 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
                 }
             }
             ggml_ext_rotate_activations_back(v, n, 64);
+            memcpy(y, v, n*sizeof(v[0]));
+            break;
+        case GGML_TYPE_Q8_KR32:
+            for (int64_t j = 0; j < n; ++j) {
+                v[j] = block.q8_kr32.d[0]*block.q8_kr32.qs[ggml_ext_group_offset(j%32/4) + j/32*4 + j%4];
+            }
+            ggml_ext_rotate_activations_back(v, n, 32);
             memcpy(y, v, n*sizeof(v[0]));
             break;
         default: GGML_ABORT("%s: activations of no known type", ggml_type_name(type));

@@ -20,9 +20,6 @@
 
 namespace ggml_ext {
 
-// Scales of 256 weights.
-template <typename B> constexpr int n_panel_scales = has_scales<B> ? traits<B>::n_groups : group_blocks<B>;
-
 // Whether each block has its own offset.
 template <typename B> constexpr bool has_offsets = std::is_member_object_pointer_v<decltype(&unpacker<B>::offset)>;
 
@@ -62,19 +59,6 @@ template <typename B, typename F> static inline void each_64(const unpacker<B> &
     }
 }
 
-// Scale s of the codes.
-template <typename B> static inline float panel_scale(const unpacker<B> & u, int s) {
-    if constexpr (has_scales<B>) {
-        return u.d*(float) u.scale(s);
-    } else if constexpr (group_blocks<B> > 1) {
-        float d[GGML_EXT_GROUP_BLOCKS];
-        store4(d, u.d);
-        return d[s];
-    } else {
-        return u.d;
-    }
-}
-
 template <typename B> static void pack_rows(const char * rows, size_t stride, int n_rows, int64_t n_blocks, weight_panel & panel) {
     alignas(64) uint8_t codes[4][16][64];
     for (int r0 = 0; r0 < PANEL_ROWS; r0 += 16) {
@@ -86,7 +70,7 @@ template <typename B> static void pack_rows(const char * rows, size_t stride, in
                 store(codes[G][r], low_half(q));
                 store(codes[G][r] + 32, high_half(q));
             });
-            for (int s = 0; s < n_panel_scales<B>; ++s) { panel.d[s][r0 + r] = panel_scale(u, s); }
+            for (int s = 0; s < n_scales<B>; ++s) { panel.d[s][r0 + r] = scale_of(u, s); }
             if constexpr (has_offsets<B>) { panel.offset[r0 + r] = u.offset; }
         }
         for (int G = 0; G < 4; ++G) {
@@ -105,7 +89,7 @@ template <typename B> static inline float sum_factor() {
 }
 
 template <typename B> static void pack_column(const block_q8_K & y, const column_panel & out) {
-    constexpr int S = n_panel_scales<B>;
+    constexpr int S = n_scales<B>;
     order_column<B>(y, out.codes);
     *out.d = y.d;
     for (int s = 0; s < S; ++s) {
@@ -137,7 +121,7 @@ template <typename B> static constexpr int64_t gemm_columns() {
 }
 
 template <typename B> static gemm_functions make_functions() {
-    constexpr int S = n_panel_scales<B>;
+    constexpr int S = n_scales<B>;
     gemm_functions f = {S, gemm_columns<B>(), pack_rows<B>,
                         [](const void * y, const column_panel & out) { pack_column<B>(*(const activation_block<B> *) y, out); },
                         multiply_panels<S, has_offsets<B>>};
@@ -149,9 +133,19 @@ template <typename B> static gemm_functions make_functions() {
     return f;
 }
 
+// NULL for blocks of 32: few rows need them, and a panel has fewer scales.
+template <typename B> static const gemm_functions * functions_of() {
+    if constexpr (n_scales<B> > MAX_PANEL_SCALES) {
+        return nullptr;
+    } else {
+        static const gemm_functions f = make_functions<B>();
+        return &f;
+    }
+}
+
 const gemm_functions * find_gemm(ggml_type type) {
     switch ((int) type) {
-#define X(NAME, name) case GGML_TYPE_##NAME: { static const gemm_functions f = make_functions<block_##name>(); return &f; }
+#define X(NAME, name) case GGML_TYPE_##NAME: return functions_of<block_##name>();
         GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return nullptr;

@@ -55,7 +55,7 @@ struct gemm_functions {
     void (*multiply)(const weight_panel * weights, int n_panels, const column_panel & y, int n_columns, float * products);
 };
 
-// Return the functions of a type, or NULL for upstream types.
+// Return the functions of a type, or NULL for upstream types and blocks of 32.
 const gemm_functions * find_gemm(ggml_type type);
 
 // Surrounds calls of multiply() in a thread.

@@ -3,6 +3,7 @@
 #include "all.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <thread>
@@ -45,6 +46,34 @@ bool ggml_ext_dot_columns(enum ggml_type type, int64_t n, float * const * s, con
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return false;
+    }
+}
+
+// Dequantize a row, bit-equal to dequantize_row_<type>() of libggml-base.
+template <typename B> static void dequantize_row(const void * vx, float * y, int64_t n) {
+    constexpr int N = traits<B>::block_size, PER_SCALE = QK_K/n_scales<B>;
+    const B * x = (const B *) vx;
+    for (int64_t i = 0; i < n; i += QK_K, x += group_blocks<B>, y += QK_K) {
+        const int n_values = (int) std::min<int64_t>(n - i, QK_K);
+        const unpacker<B> u = load_blocks(x, n_values/N);
+        uint8_t codes[QK_K];
+        alignas(32) float v[QK_K];
+        unpack_blocks(u, codes);
+        for (int s = 0; s < n_values/PER_SCALE; ++s) {
+            const float d = scale_of(u, s);
+            for (int j = PER_SCALE*s; j < PER_SCALE*(s + 1); ++j) { v[j] = d*((float) codes[j] - u.offset); }
+        }
+        if constexpr (traits<B>::rotated) { ggml_ext_rotate_activations_back(v, n_values, N); }
+        memcpy(y, v, n_values*sizeof(y[0]));
+    }
+}
+
+ggml_to_float_t ggml_ext_to_float(enum ggml_type type) {
+    switch ((int) type) {
+#define X(NAME, name) case GGML_TYPE_##NAME: return dequantize_row<block_##name>;
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+        default: return ggml_get_type_traits(type)->to_float;
     }
 }
 

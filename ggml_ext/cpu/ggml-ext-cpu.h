@@ -21,16 +21,20 @@ GGML_EXT_WEIGHT_TYPES(X)
 GGML_BACKEND_API bool ggml_ext_dot_columns(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride,
                                            int64_t n_rows, const void * const * y, int n_cols);
 
+// Get the function that dequantizes a row of a type, for GET_ROWS.
+GGML_BACKEND_API ggml_to_float_t ggml_ext_to_float(enum ggml_type type);
+
 // Compute a MUL_MAT or MUL_MAT_ID with a ggml-ext type, and return the size of its work buffer. Return false for upstream types.
 struct ggml_compute_params;
 bool ggml_ext_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * op);
 bool ggml_ext_mul_mat_work_size(int n_threads, const struct ggml_tensor * op, size_t * size);
 
-// Quantize n floats (a multiple of 256 or 64) to n/256 block_q8_K or block_q8_kr64, rounded up, of the rotated row.
+// Quantize n floats (a multiple of 256, 64 or 32) to n/256 block_q8_K, block_q8_kr64 or block_q8_kr32, rounded up, of the rotated row.
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, int64_t n);
+GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr32(const float * x, void * y, int64_t n);
 
-// Rotate n <= 256 values back in place, in blocks of 256 or 64; x is aligned to 32 bytes.
+// Rotate n <= 256 values back in place, in blocks of 256, 64 or 32; x is aligned to 32 bytes.
 void ggml_ext_rotate_activations_back(float * x, int64_t n, int block_size);
 
 // Choose the activation conversion for a product with quantized weights. In test builds, GGML_EXT_ACT_BITS=2..7 rounds its codes to so

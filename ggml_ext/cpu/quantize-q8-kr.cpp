@@ -1,5 +1,5 @@
-// Rotation fused with the 8-bit quantization of activation rows. Bit-equal to ggml_ext_quantize_row_q8_kr_ref() and ..._q8_kr64_ref():
-// the same butterflies in the same order.
+// Rotation fused with the 8-bit quantization of activation rows. Bit-equal to ggml_ext_quantize_row_q8_kr_ref(), ..._q8_kr64_ref()
+// and ..._q8_kr32_ref(): the same butterflies in the same order.
 #include "ggml-ext-cpu.h"
 #include "../ggml-ext-rotation.h"
 #include "simd.h"
@@ -30,14 +30,14 @@ struct sign_factors {
 };
 static constexpr sign_factors signs;
 
-// Butterflies of 64 values at strides 1 to 32, in 8 registers.
-static inline void transform64(const float * x, const float * factors, f32x8 (&r)[8]) {
-    for (int k = 0; k < 8; ++k) {
+// Butterflies of 8*N values at strides 1 to 4*N, in N = 8 or 4 registers.
+template <int N> static inline void transform(const float * x, const float * factors, f32x8 (&r)[N]) {
+    for (int k = 0; k < N; ++k) {
         r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + 8*k)*load(factors + 8*k))));
     }
-    butterflies(r, 1);
-    butterflies(r, 2);
-    butterflies(r, 4);
+    for (int stride = 1; stride < N; stride *= 2) {
+        butterflies(r, stride);
+    }
 }
 
 // v = R x for a block of 256, in two passes, the second with 4 registers at strides 64 and 128, so that nothing spills. Return the largest
@@ -45,7 +45,7 @@ static inline void transform64(const float * x, const float * factors, f32x8 (&r
 static inline float rotate256(const float * x, float * v) {
     for (int i = 0; i < QK_K; i += 64) {
         f32x8 r[8];
-        transform64(x + i, signs.factor + i, r);
+        transform(x + i, signs.factor + i, r);
         for (int k = 0; k < 8; ++k) {
             store(v + i + 8*k, r[k]);
         }
@@ -67,14 +67,14 @@ static inline float rotate256(const float * x, float * v) {
     return amax.total();
 }
 
-// The same for n <= 256 values in blocks of 64.
-static inline float rotate64(const float * x, int64_t n, float * v) {
+// The same for n <= 256 values in blocks of N = 64 or 32.
+template <int N> static inline float rotate_short(const float * x, int64_t n, float * v) {
     magnitude_max amax;
-    for (int64_t i = 0; i < n; i += 64) {
-        f32x8 r[8];
-        transform64(x + i, signs.factor, r);
-        for (int k = 0; k < 8; ++k) {
-            r[k] = r[k]*(1.0f/8);
+    for (int64_t i = 0; i < n; i += N) {
+        f32x8 r[N/8];
+        transform(x + i, signs.factor, r);
+        for (int k = 0; k < N/8; ++k) {
+            r[k] = r[k]*(float) ggml_ext_rotation_scale(N);
             amax.add(r[k]);
             store(v + i + 8*k, r[k]);
         }
@@ -111,9 +111,35 @@ void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
     }
 }
 
-void ggml_ext_quantize_row_q8_kr64(const float * x, void * vy, int64_t n) {
-    assert(n % 64 == 0);
-    block_q8_kr64 * y = (block_q8_kr64 *) vy;
+// Quantize the rotated values v of four blocks of 64.
+static inline void quantize_group(const float (&v)[QK_K], float inv_d, block_q8_kr64 & y) {
+    sums_of_8 sums;
+    for (int g = 0; g < 8; ++g) {
+        const u8x32 q = quantize_codes(v + 8*g, 64, inv_d);
+        store((uint8_t *) y.qs + ggml_ext_group_offset(g), q);
+        sums.add(q);
+    }
+    sums.total(y.sum);
+}
+
+// The same for eight blocks of 32.
+static inline void quantize_group(const float (&v)[QK_K], float inv_d, block_q8_kr32 & y) {
+    for (int b = 0; b < GGML_EXT_GROUP_BLOCKS_32; ++b) {
+        int8_t q[32];
+        store((uint8_t *) q, quantize_codes(v + 32*b, 8, inv_d));
+        int sum = 0;
+        for (int j = 0; j < 32; ++j) {
+            sum += q[j];
+        }
+        y.sum[b] = (float) sum;
+        for (int g = 0; g < 8; ++g) {
+            memcpy(y.qs + ggml_ext_group_offset(g) + 4*b, q + 4*g, 4);
+        }
+    }
+}
+
+template <int N, typename Y> static inline void quantize_row(const float * x, Y * y, int64_t n) {
+    assert(n % N == 0);
     for (int64_t i = 0; i < n; i += QK_K, ++y) {
         alignas(32) float v[QK_K];
         const int64_t n_values = n - i < QK_K ? n - i : QK_K;
@@ -121,21 +147,23 @@ void ggml_ext_quantize_row_q8_kr64(const float * x, void * vy, int64_t n) {
         if (n_values < QK_K) {
             memset(v, 0, sizeof(v));
         }
-        const bool finite = ggml_ext_begin_q8(rotate64(x + i, n_values, v), &d, &inv_d);
+        const bool finite = ggml_ext_begin_q8(rotate_short<N>(x + i, n_values, v), &d, &inv_d);
         std::fill(y->d, y->d + GGML_EXT_GROUP_BLOCKS, d);
         if (!finite) {
             memset(y->sum, 0, sizeof(y->sum));
             memset(y->qs, 0, sizeof(y->qs));
             continue;
         }
-        sums_of_8 sums;
-        for (int g = 0; g < 8; ++g) {
-            const u8x32 q = quantize_codes(v + 8*g, 64, inv_d);
-            store((uint8_t *) y->qs + ggml_ext_group_offset(g), q);
-            sums.add(q);
-        }
-        sums.total(y->sum);
+        quantize_group(v, inv_d, *y);
     }
+}
+
+void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, int64_t n) {
+    quantize_row<64>(x, (block_q8_kr64 *) y, n);
+}
+
+void ggml_ext_quantize_row_q8_kr32(const float * x, void * y, int64_t n) {
+    quantize_row<32>(x, (block_q8_kr32 *) y, n);
 }
 
 // Multiply x by the signs of its blocks.
@@ -152,6 +180,11 @@ void ggml_ext_rotate_activations_back(float * x, int64_t n, int block_size) {
     assert(n % block_size == 0 && n <= QK_K);
     alignas(32) float v[QK_K];
     flip_signs(x, n, block_size, v);
-    block_size == QK_K ? (void) rotate256(v, x) : (void) rotate64(v, n, x);
+    switch (block_size) {
+        case QK_K: rotate256(v, x); break;
+        case 64:   rotate_short<64>(v, n, x); break;
+        case 32:   rotate_short<32>(v, n, x); break;
+        default:   GGML_ABORT("blocks of %d", block_size);
+    }
     flip_signs(x, n, block_size, x);
 }

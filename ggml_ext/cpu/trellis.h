@@ -1,4 +1,4 @@
-// SIMD unpack of the trellis types (types/trellis.h): one block of 256, or up to four blocks of 64 at a time.
+// SIMD unpack of the trellis types (types/trellis.h): one block of 256, or up to four blocks of 64 or eight of 32 at a time.
 #pragma once
 
 #include "unpack.h"
@@ -65,29 +65,41 @@ template <int K, typename B> static inline trellis_lanes<K, 2> load_trellis_pair
     return t;
 }
 
-// Loads the blocks p[0] to p[3] of 64 weights.
-template <int K, typename B> static inline trellis_lanes<K, 1> load_trellis_at(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
+// Loads four blocks of 64 weights or eight blocks of 32.
+template <int K, typename B, size_t N> static inline trellis_lanes<K, 1> load_trellis_at(const B * const (&p)[N]) {
+    constexpr int L = traits<B>::block_size/8; // bytes of a plane
+    static_assert(L*N == 32, "a vector has a plane of all blocks");
     const auto bytes = [&](size_t offset) {
         const auto address = [&](int b) { return (const uint8_t *) p[b] + offset; };
-        return load8x4(address(0), address(1), address(2), address(3));
+        if constexpr (L == 8) {
+            return load8x4(address(0), address(1), address(2), address(3));
+        } else {
+            uint8_t v[32];
+            for (int b = 0; b < (int) N; ++b) { memcpy(v + L*b, address(b), L); }
+            return load(v);
+        }
     };
-    const auto  plane = [&](int i) { return bytes(offsetof(B, symbols) + 8*i); };
-    const u8x32 start = first_of_8(bytes(offsetof(B, start)));
+    const auto shift_lanes = [](u8x32 a, u8x32 first) {
+        if constexpr (L == 8) { return shift_lanes8(a, first); }
+        else                  { return shift_lanes4(a, first); }
+    };
+    const auto  plane = [&](int i) { return bytes(offsetof(B, symbols) + L*i); };
+    const u8x32 start = first_of<L>(bytes(offsetof(B, start)));
     trellis_lanes<K, 1> t;
     if constexpr (K == 4) {
         const u8x32 ql1 = plane(1), ql3 = plane(3);
         t.ql[0]  = join(plane(0), plane(2));
         t.ql[1]  = join(ql1, ql3);
-        t.before = join(shift_lanes8(ql3, start), ql1);
+        t.before = join(shift_lanes(ql3, start), ql1);
     } else {
         const u8x32 ql0 = plane(0), ql1 = plane(1);
         t.ql     = join(ql0, ql1);
-        t.before = join(shift_lanes8(ql1, start), ql0);
+        t.before = join(shift_lanes(ql1, start), ql0);
         if constexpr (K == 2) {
-            t.before2 = join(shift_lanes8(ql0, u8x32()), low_half(t.before));
+            t.before2 = join(shift_lanes(ql0, u8x32()), low_half(t.before));
         } else {
             const u8x32 h = plane(2);
-            t.high = join(funnel<4>(shift_lanes8(h, field<-6>(start, 0xc0)), h), h);
+            t.high = join(funnel<4>(shift_lanes(h, field<-6>(start, 0xc0)), h), h);
         }
     }
     return t;
@@ -261,6 +273,15 @@ template <typename B, int K, int V> struct loaded_trellis<B, K, V, 64> {
     explicit loaded_trellis(const B * x) : lanes(load_lanes<K, V>(x)), d(e5m3_to_float(x[0].d, x[1].d, x[2].d, x[3].d)) {}
     explicit loaded_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS])
         : lanes(load_lanes<K, V>(p)), d(e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d)) {}
+};
+
+// Eight loaded blocks of 32.
+template <typename B, int K, int V> struct loaded_trellis<B, K, V, 32> {
+    trellis_lanes<K, V> lanes;
+    f32x4               d[2];
+    explicit loaded_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS_32])
+        : lanes(load_lanes<K, V>(p)), d{e5m3_to_float(p[0]->d, p[2]->d, p[4]->d, p[6]->d), e5m3_to_float(p[1]->d, p[3]->d, p[5]->d, p[7]->d)} {}
+    explicit loaded_trellis(const B * x) : loaded_trellis({x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7}) {}
 };
 
 #define GGML_EXT_X(NAME, name, K, V, N, CODE, OFFSET, ...)                                                                  \

@@ -4,6 +4,8 @@
 //   d, offset             float, as in ggml_ext_unpacked
 // For blocks of 64, constructed from a pointer to four blocks or from four pointers:
 //   d                     f32x4
+// For blocks of 32, constructed from a pointer to eight blocks or from eight pointers:
+//   d[2]                  f32x4, of the even and of the odd blocks
 // For four scales per block (group = 64):
 //   group<G>()            instead of groups(): u8x32, G = 0 .. 7, codes of weights 32*G .. 32*G + 31
 //   scales, scale(g)      scales4 and int
@@ -39,10 +41,18 @@ static inline float e5m3_to_float(uint8_t d) {
     return table.value[d];
 }
 
-// vec_dot processes 256 weights at a time, one block or four.
+// vec_dot processes 256 weights at a time, one block, four or eight.
 template <typename B> constexpr int group_blocks = QK_K/traits<B>::block_size;
 template <typename B> constexpr bool has_scales  = traits<B>::n_groups > 1;
-template <typename B> using activation_block = std::conditional_t<group_blocks<B> == 1, block_q8_K, block_q8_kr64>;
+template <typename B> using activation_block = std::conditional_t<group_blocks<B> == 1, block_q8_K,
+                                               std::conditional_t<group_blocks<B> == GGML_EXT_GROUP_BLOCKS, block_q8_kr64, block_q8_kr32>>;
+
+// Scales of 256 weights.
+template <typename B> constexpr int n_scales = has_scales<B> ? traits<B>::n_groups : group_blocks<B>;
+
+// Sums have four scales at most. Eight bytes of a group belong to two blocks of 32, so a column of these is two columns: one with the
+// activations of the even blocks and zeros, and one with those of the odd blocks.
+template <typename B> constexpr int column_parts = group_blocks<B> > GGML_EXT_GROUP_BLOCKS ? 2 : 1;
 
 // Call f(G, codes) with the u8x64 codes of groups G and G + 4.
 template <typename B, typename F, int... G>
@@ -63,8 +73,27 @@ template <typename B> static inline unpacker<B> load_blocks(const B * x, int64_t
         return unpacker<B>(x);
     } else {
         static constexpr B zero_block = {};
-        const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, n > 1 ? x + 1 : &zero_block, n > 2 ? x + 2 : &zero_block, n > 3 ? x + 3 : &zero_block};
-        return n < GGML_EXT_GROUP_BLOCKS ? unpacker<B>(p) : unpacker<B>(x);
+        const B * p[group_blocks<B>];
+        for (int b = 0; b < group_blocks<B>; ++b) { p[b] = b < n ? x + b : &zero_block; }
+        return n < group_blocks<B> ? unpacker<B>(p) : unpacker<B>(x);
+    }
+}
+
+// Scale s of 256 weights.
+template <typename B> static inline float scale_of(const unpacker<B> & u, int s) {
+    if constexpr (has_scales<B>) {
+        return u.d*(float) u.scale(s);
+    } else if constexpr (group_blocks<B> > 1) {
+        float d[GGML_EXT_GROUP_BLOCKS];
+        if constexpr (column_parts<B> > 1) {
+            store4(d, u.d[s%2]);
+            s /= 2;
+        } else {
+            store4(d, u.d);
+        }
+        return d[s];
+    } else {
+        return u.d;
     }
 }
 
@@ -94,15 +123,28 @@ template <typename B> static inline void order_column(const block_q8_K & y, int8
     }
 }
 
-template <typename B> static inline void load_column(const block_q8_K & y, column_block & out) {
-    order_column<B>(y, out.qs);
-    out.sums = lane_sums(y.bsums);
-    out.d    = y.d;
+// Write the column_parts of a column.
+template <typename B> static inline void load_column(const block_q8_K & y, column_block * out) {
+    order_column<B>(y, out->qs);
+    out->sums = lane_sums(y.bsums);
+    out->d    = y.d;
 }
-template <typename B> static inline void load_column(const block_q8_kr64 & y, column_block & out) {
-    memcpy(out.qs, y.qs, sizeof(y.qs));
-    out.sums = spread(load4(y.sum))*((float) GGML_EXT_GROUP_BLOCKS/N_LANES);
-    out.d    = y.d[0];
+template <typename B> static inline void load_column(const block_q8_kr64 & y, column_block * out) {
+    memcpy(out->qs, y.qs, sizeof(y.qs));
+    out->sums = spread(load4(y.sum))*((float) GGML_EXT_GROUP_BLOCKS/N_LANES);
+    out->d    = y.d[0];
+}
+template <typename B> static inline void load_column(const block_q8_kr32 & y, column_block * out) {
+    for (int part = 0; part < 2; ++part) {
+        float sum[GGML_EXT_GROUP_BLOCKS];
+        for (int i = 0; i < QK_K; i += 8) {
+            memcpy(out[part].qs + i + 4*part, y.qs + i + 4*part, 4);
+            memset(out[1 - part].qs + i + 4*part, 0, 4);
+        }
+        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) { sum[b] = y.sum[2*b + part]; }
+        out[part].sums = spread(load4(sum))*((float) GGML_EXT_GROUP_BLOCKS/N_LANES);
+        out[part].d    = y.d[0];
+    }
 }
 
 // Integer sums of products of the codes with C columns. The codes are unpacked once.
@@ -137,12 +179,39 @@ template <typename B> static inline f32_lanes offset_scales(const unpacker<B> & 
     }
 }
 
+// Scales of a part of the columns.
+template <typename B> static inline f32_lanes part_scales(const unpacker<B> & u, int part) {
+    if constexpr (column_parts<B> > 1) {
+        return spread(u.d[part]);
+    } else {
+        (void) part;
+        return spread(u.d);
+    }
+}
+
 // Add the products of the codes with C columns: exact in integers, then float.
 template <typename B, int C>
 static inline void add_products(f32_sum (&acc)[C], const unpacker<B> & u, const column_block * columns) {
-    const auto      dots = dot_codes<B, C>(u, columns);
-    const f32_lanes d = spread(u.d), offset = offset_scales(u);
-    for (int c = 0; c < C; ++c) { acc[c].add(d*columns[c].d, dots[c].total(), offset, columns[c].sums); }
+    constexpr int   PARTS = column_parts<B>;
+    const auto      dots = dot_codes<B, C*PARTS>(u, columns);
+    const f32_lanes offset = offset_scales(u);
+    for (int part = 0; part < PARTS; ++part) {
+        const f32_lanes d = part_scales(u, part);
+        for (int c = 0, i = part; c < C; ++c, i += PARTS) { acc[c].add(d*columns[i].d, dots[i].total(), offset, columns[i].sums); }
+    }
+}
+
+// Add the last blocks of 32 of each row, fewer than eight; the columns have them at y[c][k].
+template <typename B, int C>
+static inline void add_tails(float * const * s, int i0, const char * x, size_t stride, int n_rows, const block_q8_kr32 * const * y, int k,
+                             int n_blocks) {
+    column_block columns[2*C];
+    for (int c = 0; c < C; ++c) { load_column<B>(y[c][k], columns + 2*c); }
+    for (int i = 0; i < n_rows; ++i) {
+        f32_sum acc[C];
+        add_products(acc, load_blocks((const B *) (x + i*stride), n_blocks), columns);
+        for (int c = 0; c < C; ++c) { s[c][i0 + i] += acc[c].total(); }
+    }
 }
 
 // Add the R < 4 blocks of 64 after the last full four of each row; the columns have them at y[c][k]. The four block slots hold the
@@ -160,7 +229,7 @@ static inline void add_tails(float * const * s, int i0, const char * x, size_t s
                 memcpy(slots.qs + 32*g + 8*b, slots.qs + 32*g + 8*(b%R), 8);
             }
         }
-        load_column<B>(slots, columns[c]);
+        load_column<B>(slots, columns + c);
     }
     for (int i = 0; i < n_rows; i += rows_per_pass) {
         const B * p[GGML_EXT_GROUP_BLOCKS];
@@ -187,22 +256,22 @@ constexpr int COLUMN_BLOCKS = 64, MAX_ROWS = 64;
 template <typename B, int C>
 static inline void dot_columns(int n, float * const * s, int i0, const void * x, size_t stride, int n_rows,
                                const activation_block<B> * const * y) {
-    constexpr int BLOCKS = group_blocks<B>, N = COLUMN_BLOCKS/C;
+    constexpr int BLOCKS = group_blocks<B>, PARTS = column_parts<B>, N = COLUMN_BLOCKS/(C*PARTS);
     const int     n_full = n/QK_K;
     f32_sum       sums[MAX_ROWS][C];
     for (int k0 = 0; k0 < n_full; k0 += N) {
         const int n_blocks = n_full - k0 < N ? n_full - k0 : N;
-        column_block columns[N*C];
+        column_block columns[N*C*PARTS];
         for (int k = 0; k < n_blocks; ++k) {
             for (int c = 0; c < C; ++c) {
-                load_column<B>(y[c][k0 + k], columns[k*C + c]);
+                load_column<B>(y[c][k0 + k], columns + (k*C + c)*PARTS);
             }
         }
         for (int i = 0; i < n_rows; ++i) {
             const B * row = (const B *) ((const char *) x + i*stride) + k0*BLOCKS;
             f32_sum acc[C];
             if (k0) { for (int c = 0; c < C; ++c) { acc[c] = sums[i][c]; } }
-            for (const column_block * column = columns; column < columns + n_blocks*C; column += C, row += BLOCKS) {
+            for (const column_block * column = columns; column < columns + n_blocks*C*PARTS; column += C*PARTS, row += BLOCKS) {
                 prefetch((const char *) row + PREFETCH_BYTES, BLOCKS*sizeof(B));
                 add_products(acc, unpacker<B>(row), column);
             }
@@ -214,10 +283,15 @@ static inline void dot_columns(int n, float * const * s, int i0, const void * x,
     }
     if constexpr (BLOCKS > 1) {
         const char * tails = (const char *) x + n_full*BLOCKS*sizeof(B);
-        switch (n/traits<B>::block_size%BLOCKS) {
-            case 1: add_tails<1, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
-            case 2: add_tails<2, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
-            case 3: add_tails<3, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
+        const int    n_tail = n/traits<B>::block_size%BLOCKS;
+        if constexpr (PARTS > 1) {
+            if (n_tail) { add_tails<B, C>(s, i0, tails, stride, n_rows, y, n_full, n_tail); }
+        } else {
+            switch (n_tail) {
+                case 1: add_tails<1, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
+                case 2: add_tails<2, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
+                case 3: add_tails<3, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
+            }
         }
     }
 }
@@ -259,11 +333,11 @@ template <typename B, typename F> static inline void store_groups(const unpacker
 }
 static inline int weight_offset(int g) { return 32*g; }
 
-// Reorder four blocks of 64 from groups, eight bytes of each block per group, to the order of the weights.
-static inline void order_blocks(const void * groups, void * q) {
+// Reorder blocks of 8*L from groups, L bytes of each block per group, to the order of the weights.
+template <int L> static inline void order_blocks(const void * groups, void * q) {
     for (int g = 0; g < 8; ++g) {
-        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
-            memcpy((char *) q + 64*b + 8*g, (const char *) groups + ggml_ext_group_offset(g) + 8*b, 8);
+        for (int b = 0; b < 32/L; ++b) {
+            memcpy((char *) q + 8*L*b + L*g, (const char *) groups + ggml_ext_group_offset(g) + L*b, L);
         }
     }
 }
@@ -275,7 +349,7 @@ template <typename B> static inline void unpack_blocks(const unpacker<B> & u, ui
     } else {
         alignas(64) uint8_t groups[QK_K];
         store_groups(u, groups, ggml_ext_group_offset);
-        order_blocks(groups, q);
+        order_blocks<traits<B>::block_size/8>(groups, q);
     }
 }
 

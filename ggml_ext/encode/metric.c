@@ -132,7 +132,7 @@ static void to_steps(double * rows, int64_t count, int64_t stride, int n, bool r
             butterflies(x, n);
         }
         for (int t = 0; t < n; ++t) {
-            y[t] = x[ggml_ext_trellis_position(n, t)]*(rotated ? n == QK_K ? 1.0/16 : 1.0/8 : 1.0);
+            y[t] = x[ggml_ext_trellis_position(n, t)]*(rotated ? ggml_ext_rotation_scale(n) : 1.0);
         }
         memcpy(x, y, (size_t) n*sizeof(y[0]));
     }

@@ -17,10 +17,10 @@ static inline int trellis_default_scales(int n, bool with_importance) {
 }
 
 // A block counts as Gaussian if its error is at most this factor times that of Gaussian weights. Errors of short blocks vary more.
-#define TRELLIS_GAUSSIAN_LIMIT(N) ((N) == QK_K ? 1.15f : 1.30f)
+#define TRELLIS_GAUSSIAN_LIMIT(N) ((N) == QK_K ? 1.15f : (N) == 64 ? 1.30f : 1.42f)
 
 // The same with a block-diagonal or full Hessian. Error feedback searches segment by segment, which raises the error, so the limit is larger.
-#define TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(N) ((N) == QK_K ? 1.4f : 1.6f)
+#define TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(N) ((N) == QK_K ? 1.4f : (N) == 64 ? 1.6f : 1.8f)
 
 struct trellis_best {
     float    err;

@@ -14,7 +14,10 @@
     case GGML_TYPE_ITQ3_T64: \
     case GGML_TYPE_ITQ2_T64: \
     case GGML_TYPE_ITQ1H_T64: \
-    case GGML_TYPE_ITQ1_T64:
+    case GGML_TYPE_ITQ1_T64: \
+    case GGML_TYPE_ITQ4_T32: \
+    case GGML_TYPE_ITQ3_T32: \
+    case GGML_TYPE_ITQ2_T32:
 
 #define GGML_EXT_CODEBOOK_CASES \
     case GGML_TYPE_DITTO5:
@@ -30,7 +33,10 @@
     X(ITQ3_T64,  itq3_t64,  3, 1, 64,  itq3_t,  60.0f,  1.07f, 1.07f,    204.0f, 0.01535f) \
     X(ITQ2_T64,  itq2_t64,  2, 1, 64,  itq2_t,  62.0f,  1.03f, 1.03f,    174.0f, 0.0602f) \
     X(ITQ1H_T64, itq1h_t64, 3, 2, 64,  itq1h_t, 60.0f,  0.98f, 1.15f,    156.0f, 0.1209f) \
-    X(ITQ1_T64,  itq1_t64,  2, 2, 64,  itq1_t,  60.0f,  0.89f, 1.15f,    128.0f, 0.2351f)
+    X(ITQ1_T64,  itq1_t64,  2, 2, 64,  itq1_t,  60.0f,  0.89f, 1.15f,    128.0f, 0.2351f) \
+    X(ITQ4_T32,  itq4_t32,  4, 1, 32,  itq4_t,  64.0f,  1.07f, 1.07f,    220.0f, 0.00328f) \
+    X(ITQ3_T32,  itq3_t32,  3, 1, 32,  itq3_t,  60.0f,  1.07f, 1.07f,    204.0f, 0.01294f) \
+    X(ITQ2_T32,  itq2_t32,  2, 1, 32,  itq2_t,  62.0f,  1.03f, 1.03f,    174.0f, 0.0507f)
 
 #define GGML_EXT_TRELLIS_TABLES_itq4_t {{{25, 31, 37, 47, 14, 0, 9, 51, 34, 57, 43, 18, 28, 71, 40, 22}, {24, 45, 33, 29, 37, 30, 54, 35, 26, 40, 0, 20, 32, 29, 27, 35}}}
 

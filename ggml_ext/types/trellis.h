@@ -1,4 +1,5 @@
-// The trellis types: ITQ4_T, ITQ3_T, ITQ2_T, ITQ1H_T, ITQ1_T and, in blocks of 64, ITQ4_T64 ... ITQ1_T64. They differ only in the constants of
+// The trellis types: ITQ4_T, ITQ3_T, ITQ2_T, ITQ1H_T, ITQ1_T and, in blocks of 64, ITQ4_T64 ... ITQ1_T64, in
+// blocks of 32 ITQ4_T32, ITQ3_T32 and ITQ2_T32. They differ only in the constants of
 // GGML_EXT_TRELLIS_TYPES (codes.h): K bits per symbol, V weights per symbol, n weights per block, two tables of values for each of the V weights
 // and an offset.
 //

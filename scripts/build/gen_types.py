@@ -36,8 +36,11 @@ PIN_MODULE = "py/ggml_ext/_base/upstream.py"
 FORMATS = "docs/reference/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
-MAX_BLOCK_SIZE = 256  # QK_K; blocks have this size or a quarter of it
+MAX_BLOCK_SIZE = 256  # QK_K
+ACTIVATIONS = {256: "q8_kr", 64: "q8_kr64", 32: "q8_kr32"}  # of trellis types, by block size
 UPSTREAM_ACTIVATIONS = ("q8_k",)
+# types of token embeddings whose rows the K-quant does not fit: llama.cpp's fallbacks have more bits than most types of the layers
+SHORT_TOKEN_EMBD = {"q2_k": "itq2_t64", "q3_k": "itq3_t64", "q4_k": "itq4_t64"}
 
 COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_size": int, "block_bytes": int, "rotated": bool, "about": str}
 WEIGHT_FIELDS = {
@@ -85,6 +88,8 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
         where = f"{TABLE}: type {row.get('name')!r}"
         check_fields(row, where)
         check_values(row, where, ids, types)
+        if row["kind"] == "weight":
+            row["short_token_embd"] = SHORT_TOKEN_EMBD.get(row["token_embd"], row["token_embd"])
     for field in ("name", "id"):
         values = [row[field] for row in types]
         if twice := sorted({str(v) for v in values if values.count(v) > 1}):
@@ -128,8 +133,8 @@ def check_values(row: dict, where: str, ids: dict, types: list[dict]) -> None:
         raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
     if row["id"] in ids["retired"]:
         raise TableError(f"{where}: id {row['id']} belonged to an earlier {ids['retired'][row['id']]}; choose an id that no file has")
-    if row["block_size"] not in (MAX_BLOCK_SIZE, MAX_BLOCK_SIZE // 4):
-        raise TableError(f"{where}: block_size is {row['block_size']}, must be {MAX_BLOCK_SIZE} or {MAX_BLOCK_SIZE // 4}")
+    if row["block_size"] not in ACTIVATIONS:
+        raise TableError(f"{where}: block_size is {row['block_size']}, must be one of {', '.join(map(str, ACTIVATIONS))}")
     if row["kind"] == "weight" and row["activation"] not in (*(r.get("name") for r in types), *UPSTREAM_ACTIVATIONS):
         raise TableError(f"{where}: activation {row['activation']!r} is not in the table")
     if is_trellis(row):
@@ -147,7 +152,7 @@ def check_trellis(row: dict, where: str) -> None:
         raise TableError(f"{where}: field 'trellis_values' must be {2 * weights} tables of 16 integers; the sums of two must be in 0..127")
     n_bytes = 2 + row["block_size"] // weights * bits // 8  # scale, start and symbols
     expected = {"block_bytes": n_bytes, "rotated": True, "unpack_min": 0, "unpack_max": 127, "group": row["block_size"],
-                "activation": "q8_kr" if row["block_size"] == MAX_BLOCK_SIZE else "q8_kr64"}
+                "activation": ACTIVATIONS[row["block_size"]]}
     for field, value in expected.items():
         if row[field] != value:
             raise TableError(f"{where}: {field} is {row[field]!r}, must be {value!r} for this trellis")
@@ -223,6 +228,7 @@ def render_header(ids: dict, types: list[dict]) -> str:
                 "ACTIVATION": enum(row["activation"]),
                 "FALLBACK": enum(row["fallback"]),
                 "TOKEN_EMBD": enum(row["token_embd"]),
+                "SHORT_TOKEN_EMBD": enum(row["short_token_embd"]),
                 "OUTPUT": enum(row["output"]),
                 "TITLE": f'"{row["title"]}"',
                 "FNS_TOTAL_ERROR": FNS_LIMITS[row["fns_limits"]][0],
@@ -332,6 +338,7 @@ class TypeInfo:
     group: int | None = None           # weights per integer scale: value = d * scale * (q - offset)
     fallback: str | None = None        # type for rows that are not a multiple of block_size
     token_embd: str | None = None      # type of the token embeddings in files of this type
+    short_token_embd: str | None = None  # the same for rows that token_embd does not fit, before its own fallback
     output: str | None = None          # type of the output matrix in files of this type
     title: str | None = None
     usual_rel_mse: float | None = None  # NMSE of Gaussian weights
@@ -380,6 +387,7 @@ def render_module(ids: dict, signs: bytes, types: list[dict]) -> str:
     for row in types:
         fields = ["name", "id", "kind", "block_size", "block_bytes", "bpw", "rotated", "about"]
         fields += WEIGHT_FIELDS if row["kind"] == "weight" else []
+        fields += ["short_token_embd"] if row["kind"] == "weight" else []
         fields += [field for field in (*OPTIONAL_FIELDS, *TRELLIS_FIELDS, *CODEBOOK_FIELDS) if field in row]
         out += f'    "{row["name"]}": TypeInfo(\n'
         out += "".join(f"        {line}\n" for line in pack([f"{field}={value(row, field)}," for field in fields]))

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from check_run import N_CORES, OF_64, ROOT, Failed, Run, count_cases, json_lines
+from check_run import N_CORES, ROOT, SHORT_BLOCKS, Failed, Run, count_cases, json_lines
 
 CTX, N_CHUNKS, N_CHUNKS_FEW = 256, 60, 6  # of perplexities; few: one token at a time, experts
 REHEARSAL_CTX = 64
@@ -203,7 +203,7 @@ def check_more(run: Run, directory: Path) -> None:
     checks["matrices of more than 2^32 bytes"] = (large_matrices,)
     experts = [n for n in ("itq3_t", "ccq2", "itq3_t64") if n in run.types] or run.types[:1]
     checks |= {f"perplexity of experts {name}": (synthetic_graph, name, directory, "olmoe-1b-7b") for name in experts}
-    ragged = [n for n in OF_64 if n in run.types]
+    ragged = [n for n in SHORT_BLOCKS if n in run.types]
     checks |= {f"perplexity of ragged rows {name}": (synthetic_graph, name, directory, "qwen2.5-0.5b") for name in ragged}
     with concurrent.futures.ThreadPoolExecutor(1 if run.rehearsal else N_PROGRAMS) as pool:
         for name, (function, *args) in checks.items():

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]  # of the sources or of an unpacked b
 BUNDLE_FILE = ROOT / "bundle.json"
 THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
 FIVE_BITS, FOUR_BITS, BELOW_TWO_BITS = ["ditto5"], ["itq4_t"], ["itq1h_t", "itq1_t"]
-OF_64 = ["itq4_t64", "itq3_t64", "itq2_t64", "itq1h_t64", "itq1_t64"]  # for rows that 256 does not divide: measured, but no ratio is required
-EXT_TYPES = THREE_BITS + TWO_BITS + BELOW_TWO_BITS + OF_64 + FIVE_BITS + FOUR_BITS
+SHORT_BLOCKS = ["itq4_t64", "itq3_t64", "itq2_t64", "itq1h_t64", "itq1_t64", "itq4_t32", "itq3_t32", "itq2_t32"]  # for rows that 256 does not divide: measured, but no ratio is required
+EXT_TYPES = THREE_BITS + TWO_BITS + BELOW_TWO_BITS + SHORT_BLOCKS + FIVE_BITS + FOUR_BITS
 N_CORES = os.cpu_count() or 1
 KILL_SECONDS = 10  # how long a killed program may take to end; one that a driver holds may never end
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_run import EXT_TYPES, FIVE_BITS, FOUR_BITS, N_CORES, OF_64, ROOT, THREE_BITS, TWO_BITS, Failed, Run, TooSlow, json_lines
+from check_run import EXT_TYPES, FIVE_BITS, FOUR_BITS, N_CORES, ROOT, SHORT_BLOCKS, THREE_BITS, TWO_BITS, Failed, Run, TooSlow, json_lines
 
 BASES = ["q2_K", "q3_K", "q4_K", "q5_K", "iq2_xxs", "iq3_s"]  # ggml's names
 N_ROUNDS = 2
@@ -20,7 +20,7 @@ N_WRITERS = max(1, min(8, N_CORES // 2))  # programs that write synthetic models
 MODEL_GB = 0.9  # more than a synthetic model of eight layers takes in most types
 GEMV = ["4096x4096x1", "14336x4096x1", "4096x14336x1"]  # rows x columns x tokens
 RAGGED = ["2880x2880x1", "2880x2880x512"]  # rows that 256 does not divide, as in gpt-oss
-RAGGED_TYPES = [*OF_64, "iq4_nl", "q8_0"]
+RAGGED_TYPES = [*SHORT_BLOCKS, "iq4_nl", "q8_0"]
 # rows x columns x tokens x experts x experts per token: table 5 of the CCQ paper (000), whose kernel takes 0.48 to 0.58 of the
 # time of 8 bits and 0.70 to 0.85 of that of 4 bits
 GROUPED = [f"{shape}x{tokens}x256x8" for shape in ("7168x512", "1024x7168") for tokens in (1, 4, 16, 64)]
@@ -193,7 +193,7 @@ def vector_products(run: Run) -> dict:
 def expert_products(run: Run) -> dict:
     """Compare products of experts with 8 and 4 bits."""
     shapes = ["256x512x1x4x2", "256x512x4x4x2"] if run.rehearsal else GROUPED
-    rows = products(run, "expert_products", ["q8_0", "q4_K", *(name for name in run.types if name not in OF_64)], shapes)
+    rows = products(run, "expert_products", ["q8_0", "q4_K", *(name for name in run.types if name not in SHORT_BLOCKS)], shapes)
     times = {(r["type"], r["rows"], r["cols"], r["tokens"]): r["us"] for r in rows}
     for row in rows:
         for base in ("q8_0", "q4_K"):
@@ -205,7 +205,7 @@ def expert_models(run: Run, models: SyntheticModels) -> dict:
     """Measure a mixture of 64 experts; no ratio is required."""
     table: Speeds = {}
     run.report["figures"]["experts"] = table
-    with models.of_experts(run, ["q3_K", "q4_K", *(name for name in run.types if name not in OF_64)]) as files:
+    with models.of_experts(run, ["q3_K", "q4_K", *(name for name in run.types if name not in SHORT_BLOCKS)]) as files:
         for name, file in files.items():
             table[name] = llama_bench(run, file)
     return {}

@@ -51,7 +51,7 @@ def families(n: int) -> dict[str, st.SearchStrategy]:
     }
 
 
-FAMILIES = {n: families(n) for n in (256, 64)}
+FAMILIES = {n: families(n) for n in (256, 64, 32)}
 SCALES = st.floats(-4, 2).map(lambda e: 10.0**e)  # realistic magnitudes; the last test covers smaller ones
 
 

@@ -34,6 +34,7 @@ def numpy_encoder(name: str):
 CASES = [  # type, columns, full Hessian, segment
     ("itq3_t", 256, False, 32), ("itq2_t", 512, False, 16), ("itq2_t", 768, True, 32), ("itq3_t", 512, True, 8),
     ("itq3_t64", 320, False, 16), ("itq3_t64", 320, True, 8), ("itq2_t64", 192, True, 32), ("itq2_t64", 64, False, 32),
+    ("itq2_t32", 160, False, 32), ("itq3_t32", 160, True, 8), ("itq4_t32", 288, True, 16),
     ("itq1h_t", 256, False, 32), ("itq1_t", 512, False, 16), ("itq1_t", 512, True, 8), ("itq1h_t64", 320, False, 16), ("itq1_t64", 192, True, 32),
     ("itq3_s", 512, True, 8), ("itq3_s", 512, False, 32), ("ditto3", 512, True, 8), ("ditto3", 512, False, 16),
     ("ccq2", 512, True, 8), ("ccq2", 512, False, 32), ("ditto5", 512, True, 8), ("ditto5", 512, False, 16),
@@ -64,7 +65,7 @@ def test_factorization_does_not_depend_on_threads(lib, name):
 
 
 @settings(max_examples=25, deadline=None)
-@given(n=st.sampled_from([64, 128, 256, 320, 512]), full=st.booleans(), segment=st.sampled_from([8, 16, 32]), rotated=st.booleans(),
+@given(n=st.sampled_from([64, 128, 160, 256, 288, 320, 512]), full=st.booleans(), segment=st.sampled_from([8, 16, 32]), rotated=st.booleans(),
        seed=st.integers(0, 1 << 20))
 def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
     """Against the shrunk Hessian itself and an explicit rotation.
@@ -72,7 +73,7 @@ def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
     D, L and the sums over up to n steps are float32, 2^-24 each. With a shrinkage of 0.1 the rows of L stay below sqrt(n/0.1)
     where columns have equal energies, so a residual is accurate to n*2^-24*sqrt(n/0.1) of the errors' magnitude, and its square to twice that.
     """
-    block = 64 if n % 256 else 256
+    block = next(block for block in (256, 64, 32) if n % block == 0)
     hessian = keep_blocks(correlated_hessian(n, 2 * n, seed), full)
     metric = Metric.from_hessian(pack_triangles(hessian, full), n, block, rotated, full, 0.1, segment)
     i = np.arange(block)

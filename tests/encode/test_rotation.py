@@ -1,4 +1,4 @@
-"""The rotation (signs and a Walsh-Hadamard transform of 256 or 64 points) and its activation types."""
+"""The rotation (signs and a Walsh-Hadamard transform of 256, 64 or 32 points) and its activation types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers import native
 from helpers.corpora import rotation
 from helpers.native import F32_U, ISAS, kernels
 
-SIZES = pytest.mark.parametrize("n", [256, 64])
+SIZES = pytest.mark.parametrize("n", [256, 64, 32])
 
 
 @SIZES
@@ -32,7 +32,7 @@ def test_rotation_of_unit_vectors_is_exact(lib, n):
     np.testing.assert_array_equal(lib.rotate_back(np.eye(n, dtype=np.float32)), rotation(n).astype(np.float32))
 
 
-@SIZES
+@pytest.mark.parametrize("n", [256, 64])
 def test_rotation_is_orthogonal(lib, n):
     """Sums of n integers below 1000 and the factor are exact in float32, so there is no tolerance."""
     x, y = np.random.default_rng(2).integers(-1000, 1000, (2, 64, n)).astype(np.float32)
@@ -51,7 +51,7 @@ def test_numpy_rotation_equals_c(lib, n):
 
 
 BAD_BLOCKS = [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32),
-              np.zeros((2, 128), np.float32), np.zeros((2, 256)), np.zeros((2, 64))]
+              np.zeros((2, 128), np.float32), np.zeros((2, 256)), np.zeros((2, 64)), np.zeros((2, 32))]
 
 
 @pytest.mark.parametrize("x", BAD_BLOCKS, ids=lambda x: f"{x.shape}-{x.dtype}")
@@ -80,9 +80,9 @@ def activation_rows() -> np.ndarray:
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "native"])
-@pytest.mark.parametrize("activation", ["q8_kr", "q8_kr64"])
+@pytest.mark.parametrize("activation", ["q8_kr", "q8_kr64", "q8_kr32"])
 def test_fused_quantization_equals_the_reference(isa, activation):
-    for n in [512, 448, 384, 320, 64] if activation == "q8_kr64" else [512]:
+    for n in {"q8_kr": [512], "q8_kr64": [512, 448, 384, 320, 64], "q8_kr32": [512, 480, 320, 288, 160, 32]}[activation]:
         rows = activation_rows()[:, :n]
         actual, expected = kernels(isa).quantize_rotated(rows, activation), native.quantize_reference(rows, activation)
         for field in expected.dtype.names:
@@ -109,20 +109,21 @@ def test_q8_kr_reference_is_accurate(lib):
     np.testing.assert_array_equal(q["bsums"], q["qs"].reshape(*q.shape, 16, 16).sum(-1))
 
 
-def test_q8_kr64_reference_is_accurate(lib):
-    """Like Q8_KR, with blocks of 64 in groups of four under one scale and zeros after the end of a row."""
+@pytest.mark.parametrize("block", [64, 32])
+def test_q8_kr_of_short_blocks_is_accurate(lib, block):
+    """Like Q8_KR, with blocks of 64 or 32 in groups of 256 under one scale and zeros after the end of a row."""
     rows = np.ascontiguousarray(activation_rows()[9:, :448])
-    q = native.quantize_reference(rows, "q8_kr64")
-    rotated = lib.rotate(rows.reshape(-1, 64)).reshape(len(rows), 448).astype(np.float64)
-    codes, d = native.codes_and_scales(q, 448, "q8_kr64")
+    q = native.quantize_reference(rows, f"q8_kr{block}")
+    rotated = lib.rotate(rows.reshape(-1, block)).reshape(len(rows), 448).astype(np.float64)
+    codes, d = native.codes_and_scales(q, 448, f"q8_kr{block}")
     largest = np.stack([np.abs(rotated[:, :256]).max(1), np.abs(rotated[:, 256:]).max(1)], axis=1).astype(np.float32)
     np.testing.assert_array_equal(q["d"], np.repeat((largest / np.float32(127))[..., None], 4, axis=-1))
     assert (np.abs(codes * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
     np.testing.assert_array_equal(q["sum"], q["qs"].sum((-3, -1)))
-    assert not q["qs"][:, 1, :, 3].any()
+    assert not q["qs"][:, 1, :, 192 // block :].any()
 
 
-@pytest.mark.parametrize("n", [256, 64])
+@SIZES
 def test_signs_keep_smooth_rows_below_the_worst_gaussian(n):
     """For the uniform quantizer of scripts/studies/rotation_signs.py; without signs these families reach 0.84."""
     signs = quants.SIGNS[:n]

@@ -14,7 +14,7 @@ from helpers.weights import assert_same_blocks, weighted_blocks, weighted_error_
 
 NAMES = [name for name, info in TYPES.items() if info.trellis_values]
 EACH = pytest.mark.parametrize("name", NAMES)
-CORPORA = {n: corpora(n) for n in (256, 64)}
+CORPORA = {n: corpora(n) for n in (256, 64, 32)}
 
 
 @EACH
@@ -80,7 +80,8 @@ def test_search_of_few_weights_equals_c(name):
 
 
 @pytest.mark.parametrize(("name", "limit"), [("itq4_t", 0.38), ("itq3_t", 0.39), ("itq2_t", 0.43), ("itq1h_t", 0.46), ("itq1_t", 0.54),
-                                             ("itq4_t64", 0.60), ("itq3_t64", 0.60), ("itq2_t64", 0.62), ("itq1h_t64", 0.64), ("itq1_t64", 0.70)])
+                                             ("itq4_t64", 0.60), ("itq3_t64", 0.60), ("itq2_t64", 0.62), ("itq1h_t64", 0.64), ("itq1_t64", 0.70),
+                                             ("itq4_t32", 0.745), ("itq3_t32", 0.745), ("itq2_t32", 0.765)])
 def test_importance_lowers_the_weighted_error(lib, name, limit):
     assert weighted_error_ratio(lib, name) < limit  # 5 % above the measured ratios
 

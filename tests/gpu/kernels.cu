@@ -174,12 +174,12 @@ template <int n> static void check_rotation() {
 }
 
 // Check that scales cover a thread's values and exceed them only by the rounding to bfloat16, and that errors are within half a step.
-// Rows are padded from ne00 to ne0; with 64-weight blocks they end inside 256 values.
+// Rows are padded from ne00 to ne0; with shorter blocks they end inside 256 values.
 template <typename B> static void check_quantize() {
     typedef ggml_ext::traits<B> T;
     typedef ggml_ext::block_q8<T::block_size> block_y;
     constexpr int n = T::block_size, n_threads = ggml_ext::N_THREADS<B>;
-    const int64_t ne00 = n == QK_K ? 768 : 704, ne0 = 1024, s01 = 777, ne1 = few ? 2 : 50, ne2 = 3;
+    const int64_t ne00 = n == QK_K ? 768 : n == 64 ? 704 : 672, ne0 = 1024, s01 = 777, ne1 = few ? 2 : 50, ne2 = 3;
     const std::vector<float> x = gaussian(s01*ne1*ne2);
     const buffer<float>   xd(x);
     const buffer<block_y> yd(ne2*ne1*ne0/32/block_y::n_threads);
@@ -411,6 +411,7 @@ int main(int argc, char ** argv) {
         GGML_EXT_WEIGHT_TYPES(CHECK)
         check_rotation<256>();
         check_rotation<64>();
+        check_rotation<32>();
     }
     if (timings) {
         time_quantize();

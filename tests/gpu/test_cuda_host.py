@@ -46,8 +46,8 @@ def aligned(data: np.ndarray, offset: int) -> np.ndarray:
 
 
 def row_lengths(name: str, lengths_of_64: tuple[int, ...]) -> tuple[int, ...]:
-    """Return row lengths; for blocks of 64 also some that end inside 256 weights."""
-    return (*(() if TYPES[name].block_size == 256 else lengths_of_64), 768)
+    """Return row lengths; for blocks of 64 also some that end inside 256 weights, for blocks of 32 half a block of 64 before these."""
+    return (*({256: (), 64: lengths_of_64, 32: [n - 32 for n in lengths_of_64]}[TYPES[name].block_size]), 768)
 
 
 def types_and_lengths(*lengths_of_64: int) -> list[tuple[str, int]]:
@@ -169,7 +169,8 @@ def reference_q8(lib, name: str, x: np.ndarray) -> np.ndarray:
 
 
 # the rest depends only on the block size, the code order and the rotation; rows of what a thread block takes, and parts of it
-ACTIVATIONS = [("itq3_s", 768), ("ccq2", 768), ("itq4_t", 768), ("itq2_t", 768), ("itq4_t64", 576), *(("itq3_t64", n) for n in (64, 192, 576, 896, 1088))]
+ACTIVATIONS = [("itq3_s", 768), ("ccq2", 768), ("itq4_t", 768), ("itq2_t", 768), ("itq4_t64", 576), *(("itq3_t64", n) for n in (64, 192, 576, 896, 1088)),
+               *(("itq2_t32", n) for n in (32, 160, 544, 1120))]
 
 
 def pad_rows(x: np.ndarray, n: int) -> np.ndarray:
@@ -203,7 +204,7 @@ def test_non_finite_activations_give_nan(name, bad):
     assert nan_groups == {"itq3_s": list(range(8, 16)), "ccq2": [8 + 3], "itq3_t64": [12, 13]}[name]
 
 
-@pytest.mark.parametrize("name, n_blocks", [(name, n) for name in TYPE_NAMES for n in (1, 3, 16)] + [("itq3_t64", 9), ("itq2_t64", 14)])
+@pytest.mark.parametrize("name, n_blocks", [(name, n) for name in TYPE_NAMES for n in (1, 3, 16)] + [("itq3_t64", 9), ("itq2_t64", 14), ("itq3_t32", 5), ("itq4_t32", 22)])
 def test_products_match_the_reference(lib, name, n_blocks):
     """Against float64 with the same quantized activations, and against the float product of dequantized weights."""
     block_size, block_bytes = TYPES[name].block_size, TYPES[name].block_bytes
@@ -277,11 +278,12 @@ def tile_offset(name: str) -> tuple[int, int]:
 def test_tiles_hold_exact_weights(lib, name, layout, fallback):
     """Integers times scales equal the reference. ITQ3_S's minimum does not fit in int8 and is rounded to half once.
 
-    The tile is the second 256 weights of each row. Rows of 64-blocks end inside it, after 320 weights, and the next row follows.
+    The tile is the second 256 weights of each row. Rows of shorter blocks end inside it, after 320 or 288 weights, and the next row
+    follows.
     """
     info = TYPES[name]
     n_rows = 77 if fallback else N_ROWS  # rows after the last are not filled
-    row_blocks = 3 if info.block_size == 256 else 5
+    row_blocks = {256: 3, 64: 5, 32: 9}[info.block_size]
     blocks = np.concatenate([corner_blocks(lib, name)[:40], native.random_blocks(lib, name, (row_blocks * n_rows - 40, info.block_size), 9)[:, 0]])
     n_tile, start = 256 // info.block_size, 256 // info.block_size  # blocks in a tile's row
     allocated = np.concatenate([blocks, np.zeros((n_tile, info.block_bytes), np.uint8)])  # upstream clears the padding of rows
@@ -384,7 +386,8 @@ def test_non_finite_activations_reach_the_tiles(name, bad):
     device().cuda_host_quantize_mmq(type_id(name), pointer(x), None, pointer(y), *map(c_int64, (512, 512, 512, 512, 512, 1, 1, 1)))
     nan_groups = ~np.isfinite(y["ds"].view(np.float16 if name in HAS_MINIMUM else np.float32)).reshape(16, -1).all(1)
     n = TYPES[name].block_size
-    assert np.flatnonzero(nan_groups).tolist() == list(range(256 // 32, 256 // 32 + n // 32))
+    first = 300 // n * n // 32
+    assert np.flatnonzero(nan_groups).tolist() == list(range(first, first + n // 32))
 
 
 @pytest.mark.parametrize("name", sorted(set(TYPE_NAMES) - set(ROTATED)))

@@ -145,8 +145,8 @@ def test_upstreams_kernels_match_the_reference(lib, name, n_columns):
 
 
 def row_lengths(name: str, *of_64: int) -> list[int]:
-    """Return row lengths: 768, and for blocks of 64 some that end inside 256 weights."""
-    return [768, *(of_64 if TYPES[name].block_size == 64 else ())]
+    """Return row lengths: 768, for blocks of 64 some that end inside 256 weights, and for blocks of 32 half a block of 64 before these."""
+    return [768, *({256: (), 64: of_64, 32: [n - 32 for n in of_64]}[TYPES[name].block_size])]
 
 
 def types_and_lengths(*of_64: int) -> list[tuple[str, int]]:

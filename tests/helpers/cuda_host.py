@@ -13,9 +13,9 @@ from ggml_ext import TYPES
 from helpers import native
 from helpers.blocks import TYPE_NAMES, type_id
 
-# struct block_q8 of cuda/quantize.cuh: the codes that the threads of one block of 256 or two blocks of 64 multiply, their scales
+# struct block_q8 of cuda/quantize.cuh: the codes that the threads of one block of 256, two of 64 or four of 32 multiply, their scales
 # (bfloat16) and sums (int16)
-BLOCK_Q8 = {n: np.dtype([("qs", "i1", (t, 32)), ("sum_d", [("sum", "<i2"), ("d", "<u2")], t)]) for n, t in {256: 8, 64: 4}.items()}
+BLOCK_Q8 = {n: np.dtype([("qs", "i1", (t, 32)), ("sum_d", [("sum", "<i2"), ("d", "<u2")], t)]) for n, t in {256: 8, 64: 4, 32: 4}.items()}
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def c_array(values, ctype):
 
 
 def quantize_q8(name: str, x: np.ndarray, ne0: int | None = None, stride: int | None = None) -> np.ndarray:
-    """Quantize float32 (ne3, ne2, ne1, n) to BLOCK_Q8 (ne3, ne2, ne1, blocks or pairs) for weights of a type; rows are padded to ne0."""
+    """Quantize float32 (ne3, ne2, ne1, n) to BLOCK_Q8 (ne3, ne2, ne1, structs) for weights of a type; rows are padded to ne0."""
     ne3, ne2, ne1, n = x.shape
     ne0, stride = ne0 or (n + 511) // 512 * 512, stride or n
     buffer = np.full((ne3, ne2, ne1, stride), 1e30, np.float32)
@@ -58,7 +58,8 @@ def split_by_thread(x: np.ndarray, block_size: int) -> np.ndarray:
     return x.reshape(*shape, -1, 8, block_size // 32, 4).swapaxes(-3, -2).reshape(*shape, -1, 32)
 
 
-PAIR_DISTANCE = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in ("3", "2", "1h", "1") for n in ("", "64")}
+PAIR_DISTANCE = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1, "itq4_t32": 1} | {
+    f"itq{k}_t{n}": 4 for k in ("3", "2", "1h", "1") for n in ("", "64", "32")}
 
 
 def code_positions(name: str) -> np.ndarray:

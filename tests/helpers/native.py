@@ -29,7 +29,8 @@ AARCH64 = Path(os.environ.get("GGML_EXT_TEST_AARCH64", ROOT / "build" / "aarch64
 
 Q8_KR = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
 Q8_KR64 = np.dtype([("d", "<f4", 4), ("sum", "<f4", 4), ("qs", "i1", (8, 4, 8))])  # a group of four blocks
-ACTIVATIONS = {"q8_kr": Q8_KR, "q8_k": Q8_KR, "q8_kr64": Q8_KR64}
+Q8_KR32 = np.dtype([("d", "<f4", 4), ("sum", "<f4", 8), ("qs", "i1", (8, 8, 4))])  # a group of eight blocks
+ACTIVATIONS = {"q8_kr": Q8_KR, "q8_k": Q8_KR, "q8_kr64": Q8_KR64, "q8_kr32": Q8_KR32}
 assert all(dtype.itemsize == TYPES[name].block_bytes for name, dtype in ACTIVATIONS.items() if name in TYPES)
 F32_U = 2.0**-24  # unit roundoff of float32
 
@@ -95,8 +96,8 @@ GROUPS_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # positions of the groups of 32 in rotated
 
 def codes_and_scales(activations: np.ndarray, n: int, activation: str) -> tuple[np.ndarray, np.ndarray]:
     """Return codes, in the order of the values, and scales of quantized activations (..., n_groups), float64 (..., n) each."""
-    if activation == "q8_kr64":
-        codes = np.swapaxes(activations["qs"][..., GROUPS_AT, :, :], -2, -3)  # block, group, eight values
+    if activation in ("q8_kr64", "q8_kr32"):
+        codes = np.swapaxes(activations["qs"][..., GROUPS_AT, :, :], -2, -3)  # block, group, eight or four values
         scales = np.repeat(activations["d"], 64, axis=-1)
     else:
         codes, scales = activations["qs"], np.repeat(activations["d"][..., None], 256, axis=-1)
@@ -131,7 +132,7 @@ class Kernels:
         return out
 
     def quantize_rotated(self, x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
-        """Rotate and quantize float32 (..., n) to Q8_KR or Q8_KR64 (..., n/256 rounded up)."""
+        """Rotate and quantize float32 (..., n) to Q8_KR, Q8_KR64 or Q8_KR32 (..., n/256 rounded up)."""
         return quantize_rows(getattr(self.dll, f"ggml_ext_quantize_row_{activation}"), x, activation)
 
     def quantize_for(self, type_name: str, x: np.ndarray) -> np.ndarray:
@@ -236,7 +237,7 @@ def kernels(isa: str) -> Kernels | EmulatedKernels:
 
 
 def quantize_reference(x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
-    """Quantize float32 (..., n) to Q8_KR or Q8_KR64 with the scalar reference of libggml-base."""
+    """Quantize float32 (..., n) to Q8_KR, Q8_KR64 or Q8_KR32 with the scalar reference of libggml-base."""
     dll = ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     return quantize_rows(getattr(dll, f"ggml_ext_quantize_row_{activation}_ref"), x, activation)
 

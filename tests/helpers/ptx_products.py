@@ -57,9 +57,9 @@ def type_architecture_params(names: Sequence[str] = tuple(sorted(WEIGHT_TYPES)),
 
 
 def row_length(name: str, long: bool = False) -> int:
-    """Return a row length: from 4096 on MMVQ has another kernel. Rows of 64-blocks end inside 256 weights."""
-    ragged = name in WEIGHT_TYPES and TYPES[name].block_size == 64
-    return (4160 if ragged else 4096) if long else 576 if ragged else 768
+    """Return a row length: from 4096 on MMVQ has another kernel. Rows of shorter blocks end inside 256 weights."""
+    block_size = TYPES[name].block_size if name in WEIGHT_TYPES else 256
+    return {256: (768, 4096), 64: (576, 4160), 32: (544, 4128)}[block_size][long]
 
 
 @dataclass

@@ -20,12 +20,12 @@ from helpers.native import EMULATED_ISAS, F32, I32, ISAS, dot_reference, kernels
 
 def quantize_activations(isa: str, type_name: str, x: np.ndarray) -> np.ndarray:
     """Quantize with the kernels of isa. All rows are rotated; products do not depend on whether the type is."""
-    return kernels(isa).quantize_rotated(x, "q8_kr64" if TYPES[type_name].block_size == 64 else "q8_kr")
+    return kernels(isa).quantize_rotated(x, {256: "q8_kr", 64: "q8_kr64", 32: "q8_kr32"}[TYPES[type_name].block_size])
 
 
 def row_lengths(type_name: str, blocks: list[int]) -> list[int]:
-    """Return row lengths of n*256; for blocks of 64 also those one to three blocks shorter."""
-    return [256 * n - less for n in blocks for less in ([0, 64, 128, 192] if TYPES[type_name].block_size == 64 else [0])]
+    """Return row lengths of n*256; for shorter blocks also those that end inside 256 weights."""
+    return [256 * n - less for n in blocks for less in range(0, 256, TYPES[type_name].block_size)]
 
 
 ALL_ISAS = [*ISAS, "native"]
@@ -86,13 +86,15 @@ def test_mul_mat_with_extreme_scales(lib, type_name, n_cols):
     assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
 
 
-@pytest.mark.parametrize("type_name", [name for name in TYPE_NAMES if TYPES[name].block_size == 64])
-def test_gemm_with_scales_far_apart(lib, type_name):
-    """Each of the four blocks of a panel has its scale. Rows of 5 to 8 blocks with scales of all magnitudes, one not finite."""
-    for n_blocks in (5, 6, 7, 8):
+@pytest.mark.parametrize("type_name", [name for name in TYPE_NAMES if TYPES[name].block_size < 256])
+def test_products_with_scales_far_apart(lib, type_name):
+    """The GEMM's panels have a scale for each of four blocks of 64; rows of 32 have dot products. Scales have all magnitudes, one is not finite."""
+    block_size = TYPES[type_name].block_size
+    group = 256 // block_size
+    for n_blocks in range(group + 1, 2 * group + 1):
         rows = corner_blocks(lib, type_name)[:200]
         rows = np.random.default_rng(n_blocks).permutation(np.concatenate([rows] * n_blocks)).reshape(200, n_blocks, -1)
-        x = np.random.default_rng(12).standard_normal((20, 64 * n_blocks)).astype(np.float32)
+        x = np.random.default_rng(12).standard_normal((20, block_size * n_blocks)).astype(np.float32)
 
         def product():
             with native.Graph() as g:
@@ -101,7 +103,7 @@ def test_gemm_with_scales_far_apart(lib, type_name):
 
         exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
         assert (np.abs(product() - exact) <= bound + SUBNORMAL).all()
-        for block in range(4):
+        for block in range(group):
             for d in (0xF8, 0xFF):  # Inf and NaN
                 rows[3 + block, block, 0] = d
                 assert not np.isfinite(product()[:, 3 + block]).any(), f"{d:#x} in block {block}"
@@ -200,7 +202,7 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> bool:
 def test_several_columns_equal_single_columns(lib, type_name, isa):
     """Equal bits whatever the other columns are.
 
-    Column counts reach past twice the number that a kernel takes at once. Rows are ragged in blocks of 64, longer than the kernels lay out
+    Column counts reach past twice the number that a kernel takes at once. Rows are ragged in shorter blocks, longer than the kernels lay out
     at once (64 blocks of 256 for one column, eight for eight) and more than the 64 taken at once.
     """
     selected = kernels(isa)
@@ -220,18 +222,19 @@ def test_several_columns_equal_single_columns(lib, type_name, isa):
 
 def gemm_columns(type_name: str) -> int:
     """Return from how many columns on the GEMM must be used: docs/results/speed.md."""
-    if kernels("native").isa in ("scalar", "neon"):
+    if kernels("native").isa in ("scalar", "neon") or type_name not in GEMM_TYPES:
         return 1 << 60
     if kernels("native").isa == "avx2":
         return 11 if "_t" in type_name else 29
     return 13 if TYPES[type_name].block_size == 64 else 9
 
 
+GEMM_TYPES = [name for name in TYPE_NAMES if TYPES[name].block_size > 32]
 GEMM_ISAS = [isa for isa in ISAS if isa not in ("scalar", "arm64-scalar", "neon")]  # the others have no GEMM
 
 
 @pytest.mark.parametrize("isa", GEMM_ISAS)
-@pytest.mark.parametrize("type_name", TYPE_NAMES)
+@pytest.mark.parametrize("type_name", GEMM_TYPES)
 def test_gemm_matches_the_reference(lib, type_name, isa):
     """All instruction sets give the same bits, whatever the other rows and columns are. Panels have 16 or 32 rows; tiles 16 or 32 columns."""
     for n_rows, n in [*((5, n) for n in row_lengths(type_name, [1, 2])), (33, 512), (70, 256)]:
@@ -246,7 +249,7 @@ def test_gemm_matches_the_reference(lib, type_name, isa):
 
 
 @pytest.mark.parametrize("isa", GEMM_ISAS)
-@pytest.mark.parametrize("type_name", TYPE_NAMES)
+@pytest.mark.parametrize("type_name", GEMM_TYPES)
 def test_gemm_does_not_saturate(lib, type_name, isa):
     """The blocks and activations of test_vec_dot_does_not_saturate()."""
     rows, activations = largest_operands(type_name)

@@ -1,12 +1,11 @@
-// Cases of the ggml-ext types for upstream's test-backend-ops, included by make_test_cases_eval(): odd numbers of blocks, blocks of 64 that
-// end within 256 weights, odd numbers of rows, batches around the limits of vector kernels (8) and tiles (16, 32, 64, 128), broadcast and
+// Cases of the ggml-ext types for upstream's test-backend-ops, included by make_test_cases_eval(): odd numbers of blocks, blocks of 64
+// and 32 that end within 256 weights, odd numbers of rows, batches around the limits of vector kernels (8) and tiles (16, 32, 64, 128), broadcast and
 // permuted operands, experts with no, one and many tokens, gate and bias fused into matrix-vector products.
 #define X(NAME, name) GGML_TYPE_##NAME,
 for (ggml_type type : { GGML_EXT_WEIGHT_TYPES(X) }) {
 #undef X
-    const bool is_64 = ggml_blck_size(type) == 64;
-    const int  k_odd = is_64 ? 576 : 768;
-    for (int k : is_64 ? std::vector<int>{64, 192, 576, 2880} : std::vector<int>{256, 768, 2816}) {
+    const int block = (int) ggml_blck_size(type), k_odd = block == 32 ? 416 : block == 64 ? 576 : 768;
+    for (int k : block == 32 ? std::vector<int>{32, 160, 2848} : block == 64 ? std::vector<int>{64, 192, 576, 2880} : std::vector<int>{256, 768, 2816}) {
         for (int n : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40, 47, 63, 65, 80, 96, 112, 127, 129, 257, 512}) {
             test_cases.emplace_back(new test_mul_mat(type, GGML_TYPE_F32, 33, n, k, {1, 1}, {1, 1}));
         }
@@ -34,7 +33,7 @@ for (ggml_type type : { GGML_EXT_WEIGHT_TYPES(X) }) {
             }
         }
     }
-    test_cases.emplace_back(new test_mul_mat_id(type, GGML_TYPE_F32, 64, 8, false, 129, 70, is_64 ? 320 : 256));
+    test_cases.emplace_back(new test_mul_mat_id(type, GGML_TYPE_F32, 64, 8, false, 129, 70, block == 32 ? 160 : block == 64 ? 320 : 256));
     for (int64_t n : {1, 2, 4, 8}) {
         for (bool use_id : {false, true}) {
             for (bool bias : {false, true}) {

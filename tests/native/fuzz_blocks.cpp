@@ -31,7 +31,8 @@ static void fuzz(enum ggml_type type, std::mt19937 & rng) {
     const auto * cpu = ggml_get_type_traits_cpu(type);
     std::vector<uint8_t> activations(ggml_row_size(cpu->vec_dot_type, n));
     ggml_get_type_traits_cpu(cpu->vec_dot_type)->from_float(floats.data(), activations.data(), n);
-    (cpu->vec_dot_type == GGML_TYPE_Q8_KR64 ? ggml_ext_quantize_row_q8_kr64_ref : ggml_ext_quantize_row_q8_kr_ref)(
+    (cpu->vec_dot_type == GGML_TYPE_Q8_KR64 ? ggml_ext_quantize_row_q8_kr64_ref :
+     cpu->vec_dot_type == GGML_TYPE_Q8_KR32 ? ggml_ext_quantize_row_q8_kr32_ref : ggml_ext_quantize_row_q8_kr_ref)(
         floats.data(), activations.data(), n);
     float dot;
     cpu->vec_dot(n, &dot, 0, row.data(), 0, activations.data(), 0, 1);

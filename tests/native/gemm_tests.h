@@ -42,6 +42,9 @@ bool ggml_ext_gemm(enum ggml_type type, int64_t n, float * const * s, const void
 #if defined(GGML_EXT_GEMM)
     struct alignas(64) line { char bytes[64]; };
     const gemm_functions * f = find_gemm(type);
+    if (!f) {
+        return false;
+    }
     const int64_t block = ggml_blck_size(type), n_columns = n_cols + 15; // tiles read 15 more
     const size_t  y_bytes = block == QK_K ? sizeof(block_q8_K) : sizeof(block_q8_kr64), x_bytes = ggml_row_size(type, QK_K);
     std::vector<line>  codes(n_columns*QK_K/64), products(PANEL_ROWS*n_cols*sizeof(float)/64 + 1);

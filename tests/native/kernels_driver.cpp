@@ -8,7 +8,7 @@
 //   'c'  int64 n_rows, n_cols; rows of n_blocks; columns of the type's activations   floats, column by column
 //   'g'  the same, for the GEMM                                                   the same
 //   'd'  blocks                                                                   floats
-//   'q'  floats of as many blocks; type: Q8_KR or Q8_KR64                         the activations
+//   'q'  floats of as many blocks; type: Q8_KR, Q8_KR64 or Q8_KR32                        the activations
 #include "ggml-ext-cpu.h"
 
 #include <cstdio>
@@ -30,8 +30,8 @@ static std::vector<uint8_t> receive(size_t size) {
 }
 
 // Bytes of n activations. All types store 256 together; Q8_K and Q8_KR have the same size.
-static size_t activation_bytes(bool is_64, size_t n) {
-    return (n + QK_K - 1)/QK_K*(is_64 ? sizeof(block_q8_kr64) : sizeof(block_q8_K));
+static size_t activation_bytes(size_t block_size, size_t n) {
+    return (n + QK_K - 1)/QK_K*(block_size == 32 ? sizeof(block_q8_kr32) : block_size == 64 ? sizeof(block_q8_kr64) : sizeof(block_q8_K));
 }
 
 static float vec_dot(int32_t type, int n, const void * x, const void * y) {
@@ -66,7 +66,7 @@ int main() {
                 break;
             }
             case 'v': {
-                const auto x = receive(row_bytes), y = receive(activation_bytes(block_size == 64, n*block_size));
+                const auto x = receive(row_bytes), y = receive(activation_bytes(block_size, n*block_size));
                 const float s = vec_dot(r.type, (int) (n*block_size), x.data(), y.data());
                 out.resize(sizeof(s));
                 memcpy(out.data(), &s, sizeof(s));
@@ -76,7 +76,7 @@ int main() {
             case 'g': {
                 int64_t count[2]; // rows, columns
                 memcpy(count, receive(sizeof(count)).data(), sizeof(count));
-                const size_t y_bytes = activation_bytes(block_size == 64, n*block_size);
+                const size_t y_bytes = activation_bytes(block_size, n*block_size);
                 const auto x = receive(count[0]*row_bytes), y = receive(count[1]*y_bytes);
                 std::vector<const void *> columns;
                 std::vector<float *> products;
@@ -99,8 +99,9 @@ int main() {
             }
             case 'q': {
                 const auto x = receive(n*block_size*sizeof(float));
-                const auto quantize = block_size == 64 ? ggml_ext_quantize_row_q8_kr64 : ggml_ext_quantize_row_q8_kr;
-                out.resize(activation_bytes(block_size == 64, n*block_size));
+                const auto quantize = block_size == 32 ? ggml_ext_quantize_row_q8_kr32 :
+                                      block_size == 64 ? ggml_ext_quantize_row_q8_kr64 : ggml_ext_quantize_row_q8_kr;
+                out.resize(activation_bytes(block_size, n*block_size));
                 quantize((const float *) x.data(), out.data(), n*block_size);
                 break;
             }

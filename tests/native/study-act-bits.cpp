@@ -59,6 +59,16 @@ void round_block(block_q8_kr64 & y) {
     }
 }
 
+void round_block(block_q8_kr32 & y) {
+    for (int b = 0; b < GGML_EXT_GROUP_BLOCKS_32; b++) {
+        round_codes(y.qs + 4*b, 32, 32, 4);
+        y.sum[b] = 0;
+        for (int i = 0; i < 32; i++) {
+            y.sum[b] += y.qs[i/4*32 + 4*b + i%4];
+        }
+    }
+}
+
 void round_block(block_q8_0 & y) {
     round_codes(y.qs, QK8_0, QK8_0, QK8_0);
 }
@@ -86,6 +96,7 @@ ggml_from_float_t ggml_ext_study_from_float(const ggml_tensor * dst, ggml_type t
         case GGML_TYPE_Q8_K:    return rounding<GGML_TYPE_Q8_K,    block_q8_K,    QK_K>(from_float);
         case GGML_TYPE_Q8_KR:   return rounding<GGML_TYPE_Q8_KR,   block_q8_K,    QK_K>(from_float);
         case GGML_TYPE_Q8_KR64: return rounding<GGML_TYPE_Q8_KR64, block_q8_kr64, QK_K>(from_float);
+        case GGML_TYPE_Q8_KR32: return rounding<GGML_TYPE_Q8_KR32, block_q8_kr32, QK_K>(from_float);
         case GGML_TYPE_Q8_0:    return rounding<GGML_TYPE_Q8_0,    block_q8_0,    QK8_0>(from_float);
         default:
             fprintf(stderr, "error: GGML_EXT_ACT_BITS: activations of type %s cannot be rounded\n", ggml_type_name(type));

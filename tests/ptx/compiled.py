@@ -4,7 +4,7 @@
 SHARED_LIMIT = {"75": 64 * 1024, "80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 MAIN = "90"  # make check compiles the types for this architecture, make nightly for all of them
-NIGHTLY_TYPES = ("itq1_t", "itq1h_t64", "itq1_t64")  # not in make check: ITQ1H_T runs most of their code
+NIGHTLY_TYPES = ("itq1_t", "itq1h_t64", "itq1_t64", "itq4_t32", "itq2_t32")  # not in make check: ITQ1H_T and ITQ3_T32 run most of their code
 TENSOR_CORES = ("75", "90")  # one architecture per kind of tensor core
 STOCK = ("q3_K", "q4_K", "iq3_s", "iq2_xxs")
 # columns of the MMQ tiles that upstream uses for our layouts (mmq-config-ampere.cuh); one type per layout has all of them

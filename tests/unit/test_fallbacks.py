@@ -24,7 +24,7 @@ from helpers.inspecting import inspect
 from helpers.models import gaussian, read_tensors, write_gguf
 from helpers.weights import relative_mse
 
-# Rows of 320 use blocks of 64, rows of 96 fall back to IQ4_NL, rows of 100 to F16.
+# Rows of 320 use blocks of 64, rows of 96 blocks of 32; rows of 90 and 100 fall back to F16.
 TENSORS = {
     "token_embd.weight": gaussian(16, 512),
     "blk.0.ffn_down.weight": gaussian(8, 256),
@@ -36,13 +36,16 @@ TENSORS = {
     "blk.0.attn_k.weight": gaussian(8, 96),
     "blk.1.attn_k.weight": gaussian(8, 96),
     "blk.1.attn_v.weight": gaussian(8, 100),
+    "blk.0.attn_output.weight": gaussian(8, 90),
+    "blk.1.attn_output.weight": gaussian(8, 90),
     "blk.0.attn_norm.weight": gaussian(320),
 }
 IN_64 = "4 tensors in 2 classes, rows of 320: itq3_t64 (3.25 bpw) in place of itq3_t: ffn_up, attn_q in layers 0-1"
-NEEDS = "which needs a multiple of 256 (as itq3_t64 of 64)"
-GROUPED = f"2 tensors in 1 class, rows of 96: iq4_nl instead of itq3_t, {NEEDS}: blk.0.attn_k.weight, blk.1.attn_k.weight"
+IN_32 = "2 tensors in 1 class, rows of 96: itq3_t32 (3.5 bpw) in place of itq3_t: blk.0.attn_k.weight, blk.1.attn_k.weight"
+NEEDS = "which needs a multiple of 256 (as itq3_t64 of 64, itq3_t32 of 32)"
+GROUPED = f"2 tensors in 1 class, rows of 90: f16 instead of itq3_t, {NEEDS}: blk.0.attn_output.weight, blk.1.attn_output.weight"
 SINGLE = f"tensor blk.1.attn_v.weight, rows of 100: f16 instead of itq3_t, {NEEDS}"
-LINES = f"note: {IN_64}\nwarning: {GROUPED}\nwarning: {SINGLE}\n"
+LINES = f"note: {IN_64}\nnote: {IN_32}\nwarning: {SINGLE}\nwarning: {GROUPED}\n"
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +73,27 @@ def test_lines_are_grouped_and_summary_compares(lib, source, tmp_path):
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "itq3_t")
     assert result.stderr == LINES
-    of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
+    of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "ITQ3_T32", "attn_v": "F16", "attn_output": "F16"}
     assert read_types(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
-    assert result.stdout.splitlines()[-3:] == [
+    assert result.stdout.splitlines()[-4:] == [
         f"requested itq3_t, 3.0625 bpw; result: {layers_bpw(out):.5g} bpw in the layers, {all_bpw(out):.2f} bpw in total",
-        "4 of 10 matrices use itq3_t64 instead of itq3_t (rows of 320)",
-        "3 of 10 matrices use fallback types (rows of 96, 100); --no-fallback makes this an error",
+        "4 of 12 matrices use itq3_t64 instead of itq3_t (rows of 320)",
+        "2 of 12 matrices use itq3_t32 instead of itq3_t (rows of 96)",
+        "3 of 12 matrices use fallback types (rows of 90, 100); --no-fallback makes this an error",
     ]
 
 
 @pytest.mark.parametrize(
     ("type_name", "of_320", "of_96"),
     [
-        ("itq3_s", "ITQ3_T64", "IQ4_NL"),
-        ("ditto3", "ITQ3_T64", "IQ4_NL"),
+        ("itq3_s", "ITQ3_T64", "ITQ3_T32"),
+        ("ditto3", "ITQ3_T64", "ITQ3_T32"),
         ("ditto5", "Q5_0", "Q5_0"),
-        ("itq3_t", "ITQ3_T64", "IQ4_NL"),
-        ("itq3_t64", "ITQ3_T64", "IQ4_NL"),
-        ("ccq2", "ITQ2_T64", "IQ4_NL"),
-        ("itq2_t", "ITQ2_T64", "IQ4_NL"),
-        ("itq2_t64", "ITQ2_T64", "IQ4_NL"),
+        ("itq3_t", "ITQ3_T64", "ITQ3_T32"),
+        ("itq3_t64", "ITQ3_T64", "ITQ3_T32"),
+        ("ccq2", "ITQ2_T64", "ITQ2_T32"),
+        ("itq2_t", "ITQ2_T64", "ITQ2_T32"),
+        ("itq2_t64", "ITQ2_T64", "ITQ2_T32"),
     ],
 )
 def test_each_type_has_its_fallbacks(lib, source, tmp_path, type_name, of_320, of_96):
@@ -101,9 +105,9 @@ def test_each_type_has_its_fallbacks(lib, source, tmp_path, type_name, of_320, o
         types_of_320 = [types[n] for n in ("ffn_down", "ffn_up", "attn_q", "attn_k", "attn_v")]
         assert types_of_320 == [type_name.upper(), of_320, of_320, of_96, "F16"]
         assert gguf.GGUFReader(out).fields["general.file_type"].contents() == WEIGHT_TYPES[type_name].id
-        is_note = of_320.lower() in WEIGHT_TYPES  # blocks of 64 are a note
-        assert ("note: " in result.stderr) == (is_note and type_name != of_320.lower())
-        assert result.stderr.count("warning: ") == (2 if is_note else 3)
+        is_note = of_320.lower() in WEIGHT_TYPES  # blocks of 64 and 32 are notes
+        assert result.stderr.count("note: ") == is_note * (2 - (type_name == of_320.lower()))
+        assert result.stderr.count("warning: ") == (2 if is_note else 4)
     assert types["token_embd"] == type_name.upper()
 
 
@@ -130,7 +134,7 @@ def test_output_matrix_with_rows_of_576_falls_back(lib, tmp_path, tied, name, ty
     result = quantize(write_gguf(tmp_path / "in.gguf", tensors), tmp_path / "out.gguf", "--type", type_name)
     types = {n: t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items()}
     assert types[name] == ("Q5_1" if type_name == "itq2_t64" else "Q8_0")
-    assert tied or types["token_embd.weight"] == "Q4_0"  # from Q3_K and Q2_K
+    assert tied or types["token_embd.weight"] == ("ITQ2_T64" if type_name == "itq2_t64" else "ITQ3_T64")  # from Q2_K and Q3_K
     assert (f"tensor {name}, rows of 576: " in result.stderr) == (type_name != "itq3_t")
     quantize(tmp_path / "in.gguf", tmp_path / "pure.gguf", "--type", type_name, "--pure")
     assert read_tensors(tmp_path / "pure.gguf")[name].tensor_type.name == f"{type_name.removesuffix('64')}64".upper()
@@ -158,8 +162,7 @@ def test_no_fallback_accepts_blocks_of_64(lib, tmp_path):
         ("ditto3", 576, "itq3_t64"),
         ("ccq2", 576, "itq2_t64"),
         ("ditto5", 576, "q5_0"),
-        ("itq3_t64", 96, "iq4_nl"),
-        ("itq3_t", 96, "iq4_nl"),
+        ("itq1h_t64", 96, "itq2_t32"),
         ("itq3_t", 100, "f16"),
     ],
 )
@@ -172,7 +175,7 @@ def test_no_fallback_refuses_another_type(lib, tmp_path, type_name, n, fallback)
     assert outcome.startswith("1 of 1 matrices ") and outcome.endswith(f" (rows of {n}); --no-fallback makes this an error")
 
 
-@pytest.mark.parametrize(("n", "fallback"), [(32, "iq4_nl"), (64, "itq3_t64"), (100, "f16"), (256, "itq3_t")])
+@pytest.mark.parametrize(("n", "fallback"), [(32, "itq3_t32"), (64, "itq3_t64"), (100, "f16"), (256, "itq3_t")])
 def test_smallest_rows_fall_back(lib, tmp_path, n, fallback):
     """One block or none: one line names the tensor, and the weights are kept."""
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": gaussian(2, n)}, "F32")
@@ -205,10 +208,10 @@ def test_model_without_fallbacks_has_a_short_summary(lib, tmp_path):
 
 
 def test_mix_is_compared_with_its_own_size(lib, source, tmp_path):
-    """Without fallbacks it would have 3.0625 bpw plus attn_k and attn_v in q4_k."""
+    """Without fallbacks it would have 3.0625 bpw plus attn_k, attn_v and attn_output in q4_k."""
     result = quantize(source, "--type", "itq3_t_m", "--dry-run")
     assert "tensor blk.1.attn_v.weight, rows of 100: f16 instead of q4_k, which needs a multiple of 256" in result.stderr
-    n, n_v = sum(t.size for name, t in TENSORS.items() if name.startswith("blk.") and t.ndim > 1), 8 * (100 + 96 + 96)
+    n, n_v = sum(t.size for name, t in TENSORS.items() if name.startswith("blk.") and t.ndim > 1), 8 * (100 + 96 + 96 + 90 + 90)
     assert f"requested itq3_t_m, {(3.0625 * (n - n_v) + 4.5 * n_v) / n:.5g} bpw; result: " in result.stdout
 
 
@@ -216,10 +219,10 @@ def test_no_fallback_refuses_in_one_line(lib, source, tmp_path):
     before = files(tmp_path)
     for flags in ([], ["--dry-run"], ["-q"]):
         result = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--no-fallback", *flags)
-        check_error(result, "--no-fallback", GROUPED, "--tensor-type REGEX=TYPE", "leave out --no-fallback")
+        check_error(result, "--no-fallback", SINGLE, "--tensor-type REGEX=TYPE", "leave out --no-fallback")
         assert result.stdout == "" and result.stderr.count("\n") == 1
     assert files(tmp_path) == before
-    quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--no-fallback", "--tensor-type", "attn_[kv]=f16")
+    quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--no-fallback", "--tensor-type", "attn_(v|output)=f16")
 
 
 def test_quiet_hides_only_fallbacks(lib, source, tmp_path):
@@ -230,7 +233,7 @@ def test_quiet_hides_only_fallbacks(lib, source, tmp_path):
 def test_dry_run_shows_the_summary(lib, source, tmp_path):
     whole = quantize(source, "--type", "itq3_t", "--dry-run").stdout
     short = quantize(source, "--type", "itq3_t", "--dry-run", "--summary").stdout
-    assert whole.startswith("[ 1/11] token_embd.weight") and whole.endswith(short) and "[" not in short
+    assert whole.startswith("[ 1/13] token_embd.weight") and whole.endswith(short) and "[" not in short
     assert quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--summary").stderr == LINES
 
 
@@ -358,8 +361,10 @@ NARROW = [
     (320, "ditto3", MIXED),
     (320, "ccq2", MIXED),
     (320, "ditto5", MIXED),
-    (96, "itq3_t", MIXED),
-    (96, "itq3_t64", MIXED),
+    (96, "itq3_t", "ITQ3_T - {blocks:.2f} bpw"),  # with blocks of 32
+    (96, "itq3_t64", "ITQ3_T64 - {blocks:.2f} bpw"),
+    (96, "itq2_t32", "ITQ2_T32 - 2.5 bpw"),
+    (96, "itq1h_t", MIXED),
 ]
 
 
@@ -378,9 +383,12 @@ def test_fallbacks_match_llama_quantize(lib, model, tmp_path, n, type_name, name
     assert {k: t.tensor_type for k, t in actual.items()} == {k: t.tensor_type for k, t in expected.items()}
     for key, tensor in expected.items():
         np.testing.assert_array_equal(actual[key].data, tensor.data, err_msg=key)
-    of_64 = type_name if type_name.endswith("64") else WEIGHT_TYPES[type_name].fallback
+    chain = [type_name]
+    while chain[-1] in WEIGHT_TYPES:
+        chain.append(WEIGHT_TYPES[chain[-1]].fallback)
+    fitting = next(t for t in chain if t not in WEIGHT_TYPES or n % WEIGHT_TYPES[t].block_size == 0)
     fell_back = set(re.findall(r"^warning: blk\S+ .*falling back to +(\S+)$", log.stdout + log.stderr, re.M))
-    assert fell_back == ({of_64 if n == 320 else "iq4_nl"} - {type_name})
+    assert fell_back == {fitting} - {type_name}
     name = name.format(type=type_name.upper(), blocks=layers_bpw(ours), all=all_bpw(ours))
     assert read_names(ours) == read_names(theirs) == {name}
 

@@ -19,7 +19,7 @@ GENERATED = (*FILES, "docs/reference/formats.md")
 NEW_TYPE = """
 [[type]]
 name        = "test_w"
-id          = 189
+id          = 188
 kind        = "weight"
 block_size  = 64
 block_bytes = 18
@@ -94,8 +94,8 @@ def test_new_row_reaches_every_file(tree):
     assert generate(tree).returncode == 0
     header = " ".join((tree / HEADER).read_text().split())
     for text in (
-        "GGML_TYPE_TEST_W = 189,",
-        "P##TEST_W = 189,",
+        "GGML_TYPE_TEST_W = 188,",
+        "P##TEST_W = 188,",
         "X(TEST_W, test_w)",
         "case GGML_TYPE_TEST_W:",
         "#define GGML_EXT_TEST_W_BLOCK_SIZE 64",
@@ -107,21 +107,21 @@ def test_new_row_reaches_every_file(tree):
     sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look up their module
     exec((tree / MODULE).read_text(), namespace)
     info = namespace["WEIGHT_TYPES"]["test_w"]
-    assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (189, 64, 18, 2.25, 'a "quoted" description')
+    assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (188, 64, 18, 2.25, 'a "quoted" description')
     formats = (tree / "docs/reference/formats.md").read_text()
-    assert '| `TEST_W` | 189 | 64 | 18 | 2.25 | a "quoted" description |' in formats
+    assert '| `TEST_W` | 188 | 64 | 18 | 2.25 | a "quoted" description |' in formats
     assert formats.startswith("before\n") and formats.endswith("after\n") and "old" not in formats
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("id          = 189", "id          = 160", "id 160 is used twice"),
-        ("id          = 189", "id          = 42", "id 42 is not in 160..191"),
+        ("id          = 188", "id          = 160", "id 160 is used twice"),
+        ("id          = 188", "id          = 42", "id 42 is not in 160..191"),
         ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
         ("group       = 64\n", "", "field 'group' is None"),
         ("block_bytes = 18", 'block_bytes = "18"', "field 'block_bytes' is '18'"),
-        ("block_size  = 64", "block_size  = 128", "block_size is 128, must be 256 or 64"),
+        ("block_size  = 64", "block_size  = 128", "block_size is 128, must be one of 256, 64, 32"),
         ("block_size  = 64\n", "", "field 'block_size' is None"),
         ('"q4_0"', '"itq3_s"', "fallback is 'itq3_s', must be an upstream type or a later row with smaller blocks"),
         ('"q4_0"', '"q8_kr"', "fallback is 'q8_kr', must be an upstream type or a later row with smaller blocks"),

@@ -34,13 +34,18 @@ static inline u8x32 spread_nibbles(u8x16 a, u8x16 b) {
     return {{vzip1q_u8(both, b.v), vzip2q_u8(both, b.v)}};
 }
 
-static inline u8x32 first_of_8(u8x32 a) {
-    const uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(0xff));
+template <int N> static inline u8x32 first_of(u8x32 a) {
+    const uint8x16_t mask = N == 8 ? vreinterpretq_u8_u64(vdupq_n_u64(0xff)) : vreinterpretq_u8_u32(vdupq_n_u32(0xff));
     return {{vandq_u8(a.v[0], mask), vandq_u8(a.v[1], mask)}};
 }
 
 static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) {
     const auto up = [](uint8x16_t x) { return vreinterpretq_u8_u64(vshlq_n_u64(vreinterpretq_u64_u8(x), 8)); };
+    return {{vorrq_u8(up(a.v[0]), first.v[0]), vorrq_u8(up(a.v[1]), first.v[1])}};
+}
+
+static inline u8x32 shift_lanes4(u8x32 a, u8x32 first) {
+    const auto up = [](uint8x16_t x) { return vreinterpretq_u8_u32(vshlq_n_u32(vreinterpretq_u32_u8(x), 8)); };
     return {{vorrq_u8(up(a.v[0]), first.v[0]), vorrq_u8(up(a.v[1]), first.v[1])}};
 }
 

@@ -52,7 +52,7 @@ class TypeOptions:
         help=f"store tensors with more than X times the usual NMSE of their type as iq4_nl or q5_0 (default: warn above {WARN_ABOVE})",
     )
     no_fallback: bool = option(
-        False, help="fail if a tensor's rows fit neither the type nor its variant in blocks of 64, instead of choosing another type"
+        False, help="fail if a tensor's rows fit neither the type nor its variants in blocks of 64 and 32, instead of choosing another type"
     )
     leave_output_tensor: bool = option(False, record=7, help="keep the type of output.weight")
     allow_requantize: bool = option(False, record=8, help="accept tensors that are already below 8 bits; this costs quality")

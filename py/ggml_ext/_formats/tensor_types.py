@@ -53,7 +53,7 @@ def uses_metric(qtype: GGMLQuantizationType) -> bool:
 
 
 def fallback_chain(qtype: GGMLQuantizationType) -> Iterator[GGMLQuantizationType]:
-    """Yield the fallbacks of a ggml-ext type down to llama.cpp's: itq3_t64, iq4_nl for itq3_t. llama.cpp's types have none here."""
+    """Yield the fallbacks of a ggml-ext type down to llama.cpp's: itq3_t64, itq3_t32, iq4_nl for itq3_t. llama.cpp's types have none here."""
     while (info := type_info(qtype)) and info.fallback:
         qtype = GGMLQuantizationType[info.fallback.upper()]
         yield qtype

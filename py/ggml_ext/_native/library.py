@@ -286,7 +286,7 @@ class Library:
         return self._dll.ggml_ext_validate_row(type_id, data.ctypes.data_as(c_void_p), data.shape[0])
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return R x for x float32 (n_blocks, 256) or (n_blocks, 64) as a new array."""
+        """Return R x for x float32 (n_blocks, 256, 64 or 32) as a new array."""
         return self._apply(self._dll.ggml_ext_rotate, x)
 
     def rotate_back(self, x: np.ndarray) -> np.ndarray:

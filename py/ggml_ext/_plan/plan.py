@@ -148,8 +148,8 @@ class Fallback:
         if info := type_info(self.type):
             return describe_tensors(names, f"{rows}: {name} ({info.bpw:g} bpw) in place of {requested}")
         needed = str(GGML_QUANT_SIZES[self.requested][0])
-        for shorter in filter(None, map(type_info, fallback_chain(self.requested))):
-            needed += f" (as {shorter.name} of {shorter.block_size})"
+        if shorter := [f"{t.name} of {t.block_size}" for t in map(type_info, fallback_chain(self.requested)) if t]:
+            needed += f" (as {', '.join(shorter)})"
         return describe_tensors(names, f"{rows}: {name} instead of {requested}, which needs a multiple of {needed}")
 
 

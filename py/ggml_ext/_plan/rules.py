@@ -148,7 +148,8 @@ def _listed_types(
             fits = tensor.ne[0] % info.block_size == 0  # else Q8_0, also for rows that do not fit the base type
             return output if output is not None else GGMLQuantizationType[str(info.output).upper()] if fits else T.Q8_0
         if is_embd:
-            return token_embd if token_embd is not None else GGMLQuantizationType[str(info.token_embd).upper()]
+            usual, short = (GGMLQuantizationType[str(name).upper()] for name in (info.token_embd, info.short_token_embd))
+            return token_embd if token_embd is not None else usual if tensor.ne[0] % GGML_QUANT_SIZES[usual][0] == 0 else short
         return T.Q8_0 if n_expert == 8 and ATTENTION_K_V.search(name) else file_type.type
 
     return [choose(t) for t in tensors]

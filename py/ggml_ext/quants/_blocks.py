@@ -6,12 +6,12 @@ import numpy as np
 
 from .._base.types import ROTATION_SIGNS
 
-BLOCK_SIZE = 256         # of types without 64 in the name
-BLOCK_SIZES = (256, 64)  # supported by the rotation and the bit planes
+BLOCK_SIZE = 256             # of types without a number at the end of the name
+BLOCK_SIZES = (256, 64, 32)  # supported by the rotation and the bit planes
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
 E5M3_MAX = np.float32(240.0)  # largest one-byte scale
-# S as factors, float32 (256,): -1 where the sign flips; blocks of 64 take the first 64
+# S as factors, float32 (256,): -1 where the sign flips; shorter blocks take the first ones
 SIGNS = 1 - 2 * np.unpackbits(np.frombuffer(ROTATION_SIGNS, np.uint8), bitorder="little").astype(np.float32)
 
 
@@ -29,7 +29,7 @@ def as_blocks(array: np.ndarray, dtype: np.dtype | type, *widths: int) -> np.nda
 def fwht(x: np.ndarray) -> np.ndarray:
     """Apply the normalized Walsh-Hadamard transform in Sylvester order, its own inverse, to each row.
 
-    x: float32 (n_blocks, 256) or (n_blocks, 64); returns a new array. ValueError for other shapes or dtypes. The order of additions is
+    x: float32 (n_blocks, 256, 64 or 32); returns a new array. ValueError for other shapes or dtypes. The order of additions is
     that of ggml_ext/ggml-ext-rotation.h: strides 1, 2, 4, ..., the factor last.
     """
     x = as_blocks(x, np.float32, *BLOCK_SIZES).copy()
@@ -41,7 +41,7 @@ def fwht(x: np.ndarray) -> np.ndarray:
         u += v
         v[...] = difference
         stride *= 2
-    x *= np.float32({256: 1 / 16, 64: 1 / 8}[n])  # 1 / sqrt(n), exact
+    x *= np.float32(n**-0.5)
     return x
 
 
@@ -72,7 +72,7 @@ def sum_lanes(terms: np.ndarray) -> np.ndarray:
 
 
 def load_rotated(weights: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rotate weights float32 (n_blocks, 256 or 64) and saturate them, as ext_load_rotated() of encode/encode.h.
+    """Rotate weights float32 (n_blocks, block_size) and saturate them, as ext_load_rotated() of encode/encode.h.
 
     Returns float32 of the same shape, and bool (n_blocks,): which blocks are finite.
     """
@@ -107,7 +107,7 @@ def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
 
 
 def pack_bits3(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Invert unpack_bits3() for uint8 (n_blocks, 256 or 64). ValueError for other shapes or dtypes and for codes above 7."""
+    """Invert unpack_bits3() for uint8 (n_blocks, 256, 64 or 32). ValueError for other shapes or dtypes and for codes above 7."""
     codes = as_blocks(codes, np.uint8, *BLOCK_SIZES)
     if codes.size and codes.max() > 7:
         raise ValueError(f"code {codes.max()} does not fit in three bits")

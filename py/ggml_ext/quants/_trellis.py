@@ -21,8 +21,8 @@ N_STARTS = 256  # states that a start byte can encode
 # constants of encode/trellis.c
 MAX_SCALES = 6
 EXTRA_FACTORS = (1.3, 1.6, 0.75)  # further scales for blocks that are not Gaussian
-GAUSSIAN_LIMIT = {256: np.float32(1.15), 64: np.float32(1.30)}  # by block size
-GAUSSIAN_LIMIT_FEEDBACK = {256: np.float32(1.4), 64: np.float32(1.6)}
+GAUSSIAN_LIMIT = {256: np.float32(1.15), 64: np.float32(1.30), 32: np.float32(1.42)}  # by block size
+GAUSSIAN_LIMIT_FEEDBACK = {256: np.float32(1.4), 64: np.float32(1.6), 32: np.float32(1.8)}
 # constants of encode/trellis-search.h
 MAX_UNITS = np.float32(80)
 NO_PATH = 1 << 30  # cost of a group that no path reaches: more than any path costs
