@@ -167,13 +167,13 @@ def assert_product(lib, name: str, actual: np.ndarray, weights: np.ndarray, x: n
         actual: (..., columns, rows).
         weights: float32 (..., rows, n) of dequantize_rotated().
         x: float32 (..., columns, n).
-        in_halves: the kernel is mul_mm, whose products of halves are exact in float; n of them are added.
+        in_halves: the kernel is mul_mm, except for rows below 64. Its products of halves are exact in float; n of them are added.
 
     mul_mv rounds a term 17 times: the code minus a zero point, its product, eight additions in a lane's block, the scale and its product,
     and five additions over the lanes; further an addition per 256 weights. Each is at most u = 2^-24 of the sum of magnitudes.
     """
     n, y = x.shape[-1], rotate_for(lib, name, x)
-    if in_halves:
+    if in_halves and n >= 64:
         weights, y, n_roundings = weights.astype(np.float16), y.astype(np.float16), n
     else:
         n_roundings = 17 + (n + 255) // 256
@@ -289,7 +289,7 @@ def make_experts_case(lib, name: str, n: int, n_tokens: int, shared: bool) -> tu
 @pytest.mark.parametrize("name", TYPE_NAMES)
 def test_products_of_experts(lib, name, n_tokens, shared):
     """mul_mv_id, and from 32 tokens on upstream's sorted mul_mm_id."""
-    n = 320 if TYPES[name].block_size == 64 else 512
+    n = {256: 512, 64: 320, 32: 288}[TYPES[name].block_size]
     blocks, x, ids = make_experts_case(lib, name, n, n_tokens, shared)
     actual = run_in_all_orders(lambda: mul_mat(type_id(name), blocks, (4, 20, n), x, ids))
     weights = dequantize_rotated(lib, name, blocks)[ids]  # (tokens, used, rows, n)
@@ -303,10 +303,11 @@ def test_experts_scale_large_rotated_activations(lib, name):
 
     Each value alone fits in a half, a rotated block does not.
     """
-    n = TYPES[name].block_size
+    block = TYPES[name].block_size
+    n = max(64, block)
     blocks, x, ids = make_experts_case(lib, name, n, 40, True)
-    signs = np.sign(lib.rotate_back(np.eye(n, dtype=np.float32)[:1]))[0] if TYPES[name].rotated else np.ones(n, np.float32)
-    x[0, 0] = 60000 * signs  # rotated: 60000 sqrt(n) in one place
+    signs = np.sign(lib.rotate_back(np.eye(block, dtype=np.float32)[:1]))[0] if TYPES[name].rotated else np.ones(block, np.float32)
+    x[0, 0, :block] = 60000 * signs  # rotated: 60000 sqrt(block) in one place
     actual = mul_mat(type_id(name), blocks, (4, 20, n), x, ids, precise=True)
     y = rotate_for(lib, name, x)
     scale = 2.0 ** max(0, np.ceil(np.log2(np.abs(y).max())) - 15)

@@ -173,11 +173,12 @@ def largest_operands(type_name: str) -> tuple[np.ndarray, np.ndarray]:
     info = TYPES[type_name]
     block = np.full(info.block_bytes, 0xFF, np.uint8)
     block[:4] = np.array([1, 0], np.float16).view(np.uint8)
-    rows = np.tile(block, (1, 4, 1))
-    activations = np.zeros((2, native.n_groups(4 * info.block_size)), native.ACTIVATIONS[info.activation])
+    n_blocks = max(4, 256 // info.block_size)
+    rows = np.tile(block, (1, n_blocks, 1))
+    activations = np.zeros((2, native.n_groups(n_blocks * info.block_size)), native.ACTIVATIONS[info.activation])
     activations["d"] = 1
     activations["qs"][0], activations["qs"][1] = 127, -127
-    if info.block_size == 64:
+    if info.block_size < 256:
         activations["sum"] = activations["qs"].sum((-3, -1))
     else:
         activations["bsums"] = activations["qs"].reshape(2, 4, 16, 16).sum(-1)

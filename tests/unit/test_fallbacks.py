@@ -361,10 +361,10 @@ NARROW = [
     (320, "ditto3", MIXED),
     (320, "ccq2", MIXED),
     (320, "ditto5", MIXED),
-    (96, "itq3_t", "ITQ3_T - {blocks:.2f} bpw"),  # with blocks of 32
-    (96, "itq3_t64", "ITQ3_T64 - {blocks:.2f} bpw"),
-    (96, "itq2_t32", "ITQ2_T32 - 2.5 bpw"),
-    (96, "itq1h_t", MIXED),
+    (160, "itq3_t", "ITQ3_T - {blocks:.2f} bpw"),  # with blocks of 32
+    (160, "itq3_t64", "ITQ3_T64 - {blocks:.2f} bpw"),
+    (160, "itq2_t32", "ITQ2_T32 - 2.5 bpw"),
+    (160, "itq1h_t", MIXED),
 ]
 
 
@@ -374,7 +374,7 @@ NARROW = [
     *(pytest.param(*case, ["--pure"], marks=() if i % 4 == 0 else pytest.mark.nightly) for i, case in enumerate(NARROW))])
 def test_fallbacks_match_llama_quantize(lib, model, tmp_path, n, type_name, name, flags):
     """Compares the chain of fallbacks, the output matrix, the bytes and the loader's name of both files."""
-    write_narrow_model(model, tmp_path / "in.gguf", n, {320: 64, 96: 32}[n])
+    write_narrow_model(model, tmp_path / "in.gguf", n, {320: 64, 160: 32}[n])
     ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     command = [tool("llama-quantize"), *flags, tmp_path / "in.gguf", theirs, type_name.upper()]
     log = subprocess.run(command, check=True, capture_output=True, text=True)
