@@ -4,6 +4,7 @@
 //   u8x32            32 bytes, one code each
 //   load, store, |, ^, +   + requires sums below 256
 //   load8x4(p, q, r, s)    eight bytes from each of four addresses
+//   words8(w)              eight words
 //   load_behind(first, p)  `first`, then 31 bytes from p; reads p[-1] too
 //   shift_lanes8(a, first) shift each eight bytes up by one; byte 0 comes from `first`, whose other bytes are zero (first_of<8>())
 //   shift_lanes4(a, first) the same for each four bytes

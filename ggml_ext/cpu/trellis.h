@@ -74,9 +74,9 @@ template <int K, typename B, size_t N> static inline trellis_lanes<K, 1> load_tr
         if constexpr (L == 8) {
             return load8x4(address(0), address(1), address(2), address(3));
         } else {
-            uint8_t v[32];
-            for (int b = 0; b < (int) N; ++b) { memcpy(v + L*b, address(b), L); }
-            return load(v);
+            uint32_t w[8];
+            for (int b = 0; b < 8; ++b) { memcpy(&w[b], address(b), L); }
+            return words8(w);
         }
     };
     const auto shift_lanes = [](u8x32 a, u8x32 first) {
@@ -115,32 +115,34 @@ struct byte_index {
     __m512i load() const { return keep(_mm512_load_si512(source)); }
 };
 
-// Selects bytes offset(i, half), i = 0 ... 7, of each of four blocks of 64 from the first and the last 64 bytes of these blocks.
-template <typename B, typename F> constexpr byte_index four_blocks_index(F offset) {
+// Selects bytes offset(i, half), i = 0 ... L - 1, of each of 32/L blocks of 8*L weights from the first and the last 64 bytes of these blocks.
+template <typename B, typename F> constexpr byte_index blocks_index(F offset) {
+    constexpr int L = traits<B>::block_size/8;
     return byte_index([&](int j) {
-        const int byte = (int) sizeof(B)*(j%32/8) + offset(j%8, j/32);
-        return byte < 64 ? byte : byte - 4*(int) sizeof(B) + 128;
+        const int byte = (int) sizeof(B)*(j%32/L) + offset(j%L, j/32);
+        return byte < 64 ? byte : byte - 32/L*(int) sizeof(B) + 128;
     });
 }
 
-// Loads the four blocks at x. For K = 2 and 3, their first and last 64 bytes contain all bits.
-template <int K, typename B> static inline trellis_lanes<K, 1> load_four_blocks(const B * x) {
-    constexpr int START = offsetof(B, start), QL = offsetof(B, symbols);
-    static constexpr byte_index ql    (four_blocks_index<B>([](int i, int half) { return QL + 8*half + i; }));
-    static constexpr byte_index before(four_blocks_index<B>([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; }));
-    const __m512i begin = keep(_mm512_loadu_si512(x)), end = keep(_mm512_loadu_si512((const char *) (x + 4) - 64));
-    const __m512i place0 = keep(_mm512_zextsi256_si512(_mm256_set1_epi64x(0xff))); // byte 0 of each block in the low half
+// Loads the four blocks of 64 or eight of 32 at x. For K = 2 and 3, their first and last 64 bytes contain all bits.
+template <int K, typename B> static inline trellis_lanes<K, 1> load_blocks_at(const B * x) {
+    constexpr int L = traits<B>::block_size/8, START = offsetof(B, start), QL = offsetof(B, symbols);
+    static constexpr byte_index ql    (blocks_index<B>([](int i, int half) { return QL + L*half + i; }));
+    static constexpr byte_index before(blocks_index<B>([](int i, int half) { return half ? QL + i : i ? QL + L - 1 + i : START; }));
+    const __m512i begin = keep(_mm512_loadu_si512(x)), end = keep(_mm512_loadu_si512((const char *) (x + 32/L) - 64));
+    const __m256i first  = L == 8 ? _mm256_set1_epi64x(0xff) : _mm256_set1_epi32(0xff);
+    const __m512i place0 = keep(_mm512_zextsi256_si512(first)); // byte 0 of each block in the low half
     const auto    pick   = [&](const byte_index & index) { return _mm512_permutex2var_epi8(begin, index.load(), end); };
     trellis_lanes<K, 1> t;
     t.ql     = {pick(ql)};
     t.before = {pick(before)};
     if constexpr (K == 2) {
-        static constexpr byte_index before2(four_blocks_index<B>([](int i, int half) { return i ? QL + 8*half - 1 + i : START; }));
+        static constexpr byte_index before2(blocks_index<B>([](int i, int half) { return i ? QL + L*half - 1 + i : START; }));
         t.before2 = {_mm512_andnot_si512(place0, pick(before2))};
     } else {
-        constexpr int QH = QL + 16;
-        static constexpr byte_index high       (four_blocks_index<B>([](int i, int) { return QH + i; }));
-        static constexpr byte_index high_before(four_blocks_index<B>([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; }));
+        constexpr int QH = QL + 2*L;
+        static constexpr byte_index high       (blocks_index<B>([](int i, int) { return QH + i; }));
+        static constexpr byte_index high_before(blocks_index<B>([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; }));
         // funnel<4> in the low half, where byte 0 of each block takes the two bits of `start` instead of the byte before
         const __m512i nibble  = keep(_mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0));
         const __m512i by      = keep(_mm512_zextsi256_si512(_mm256_set1_epi16(4)));
@@ -173,16 +175,20 @@ template <int K, typename B> static inline void load_low_bits(const B * x, trell
 }
 #endif
 
-// Loads the block of 256 at x, or the four blocks of 64.
+template <int K, typename B, size_t... I> static inline trellis_lanes<K, 1> load_each(const B * x, std::index_sequence<I...>) {
+    const B * const p[] = {x + I...};
+    return load_trellis_at<K>(p);
+}
+
+// Loads the block of 256 at x, or the blocks of 64 or 32.
 template <int K, typename B> static inline trellis_lanes<K, 1> load_trellis(const B * x) {
-    if constexpr (traits<B>::block_size == 64) {
+    if constexpr (traits<B>::block_size < QK_K) {
 #if defined(GGML_EXT_AVX512)
         if constexpr (K < 4) {
-            return load_four_blocks<K>(x);
+            return load_blocks_at<K>(x);
         }
 #endif
-        const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, x + 1, x + 2, x + 3};
-        return load_trellis_at<K>(p);
+        return load_each<K>(x, std::make_index_sequence<group_blocks<B>>());
     } else {
         trellis_lanes<K, 1> t;
         if constexpr (K == 4) {
@@ -279,9 +285,10 @@ template <typename B, int K, int V> struct loaded_trellis<B, K, V, 64> {
 template <typename B, int K, int V> struct loaded_trellis<B, K, V, 32> {
     trellis_lanes<K, V> lanes;
     f32x4               d[2];
+    explicit loaded_trellis(const B * x)
+        : lanes(load_lanes<K, V>(x)), d{e5m3_to_float(x[0].d, x[2].d, x[4].d, x[6].d), e5m3_to_float(x[1].d, x[3].d, x[5].d, x[7].d)} {}
     explicit loaded_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS_32])
         : lanes(load_lanes<K, V>(p)), d{e5m3_to_float(p[0]->d, p[2]->d, p[4]->d, p[6]->d), e5m3_to_float(p[1]->d, p[3]->d, p[5]->d, p[7]->d)} {}
-    explicit loaded_trellis(const B * x) : loaded_trellis({x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7}) {}
 };
 
 #define GGML_EXT_X(NAME, name, K, V, N, CODE, OFFSET, ...)                                                                  \

@@ -32,6 +32,10 @@ static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_
     return {_mm256_inserti128_si256(_mm256_castsi128_si256(load_two(p0, p1)), load_two(p2, p3), 1)};
 }
 
+static inline u8x32 words8(const uint32_t (&w)[8]) {
+    return {_mm256_setr_epi32((int) w[0], (int) w[1], (int) w[2], (int) w[3], (int) w[4], (int) w[5], (int) w[6], (int) w[7])};
+}
+
 struct u8x16 { __m128i v; };
 
 static inline u8x16 load16(const uint8_t * p)          { return {_mm_loadu_si128((const __m128i *) p)}; }

@@ -24,6 +24,8 @@ static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_
     return {{vcombine_u8(vld1_u8(p0), vld1_u8(p1)), vcombine_u8(vld1_u8(p2), vld1_u8(p3))}};
 }
 
+static inline u8x32 words8(const uint32_t (&w)[8]) { return load((const uint8_t *) w); }
+
 struct u8x16 { uint8x16_t v; };
 
 static inline u8x16 load16(const uint8_t * p)      { return {vld1q_u8(p)}; }

@@ -23,6 +23,8 @@ static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_
     return r;
 }
 
+static inline u8x32 words8(const uint32_t (&w)[8]) { return load((const uint8_t *) w); }
+
 struct u8x16 { uint8_t v[16]; };
 
 static inline u8x16 load16(const uint8_t * p) {
