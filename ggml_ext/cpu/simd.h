@@ -22,7 +22,7 @@
 //   lane_sums        sums of a block's activations, in the lanes of the scales
 //   f32_sum          float accumulator of a row: add(scale, sum, a, b) adds scale*(sum + a*b); total(), or quarters() as f32x4
 //
-// 256 weights, one block or four blocks of 64, are eight groups of 32; a group has eight bytes of each block of 64. Kernels process
+// 256 weights, one block or four blocks of 64, are eight groups of 32; a group has eight bytes of each block of 64, four of each of 32. Kernels process
 // groups g and g + 4 together:
 //
 //   u8x64            the codes of both, in one register if the set has one: load64, join, |, ^, field, look_up

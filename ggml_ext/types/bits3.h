@@ -1,4 +1,4 @@
-// Bit planes of the 3-bit types: n = 256 or 64 codes 0..7 per block. Let L = n/8.
+// Bit planes of the 3-bit types: n = 256, 64 or 32 codes 0..7 per block. Let L = n/8.
 //
 //   low2 = ql[L*(j/(4*L)) + j%L] >> 2*(j%(4*L)/L) & 3       one load of L bytes of ql serves four groups of L weights
 //   high = qh[j%L] >> (j/L) & 1                             one load of L bytes of qh serves all eight groups

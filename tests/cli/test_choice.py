@@ -198,7 +198,7 @@ def test_short_rows_get_fitting_types(workspace):
     source = write_gguf(workspace.path / "odd.gguf", {f"blk.{i}.ffn_up.weight": gaussian(64, n, seed=i) for i, n in enumerate((192, 96, 80))})
     workspace.run("--target-bpw", "6", "--sensitivity", "usual", source=source)
     assert workspace.types()["blk.2.ffn_up.weight"] == "f16"
-    assert workspace.types()["blk.1.ffn_up.weight"] in ("iq4_nl", "q5_0", "q5_1", "q8_0", "f16")
+    assert workspace.types()["blk.1.ffn_up.weight"] in ("itq2_t32", "itq3_t32", "itq4_t32", "iq4_nl", "q5_0", "q5_1", "q8_0", "f16")
     assert bits_per_weight(workspace.out) <= 16
 
 

@@ -95,7 +95,7 @@ def assert_precise(pair: tuple[np.ndarray, np.ndarray], x: np.ndarray, quantize,
     assert np.abs(actual - exact).mean() < np.abs(quantize(x) - exact).mean() / 50, "no better than 8 bits"
 
 
-@pytest.mark.parametrize("name, n", [("itq3_s", 768), ("itq3_t", 256), ("ccq2", 512), ("ditto3", 768), ("itq3_t64", 576), ("itq2_t64", 64),
+@pytest.mark.parametrize("name, n", [("itq3_s", 768), ("itq3_t", 256), ("ccq2", 512), ("ditto3", 768), ("itq3_t64", 576), ("itq2_t64", 64), ("itq2_t32", 160),
                                      ("ditto5", 512)])
 def test_two_columns_are_precise_in_mmvq(lib, name, n):
     x = activations(n)
@@ -103,7 +103,7 @@ def test_two_columns_are_precise_in_mmvq(lib, name, n):
     assert_precise(split(type_id(name), THREADS_BF16, x), x, lambda v: apply_q8(name, v), True, exact)
 
 
-@pytest.mark.parametrize("name, n", [(name, 576 if TYPES[name].block_size == 64 else 768) for name in ROTATED])
+@pytest.mark.parametrize("name, n", [(name, {256: 768, 64: 576, 32: 544}[TYPES[name].block_size]) for name in ROTATED])
 def test_two_columns_are_precise_in_mmq(lib, name, n):
     x = activations(n)
     exact = rotate_for(lib, name, x).astype(np.float64).reshape(2, 3, 4, -1, 32)

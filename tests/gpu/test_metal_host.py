@@ -403,5 +403,5 @@ def test_every_kernel_is_used():
     """The tests above make the backend request each kernel by name."""
     ours = {k for k in device().metal_host_kernels(False).decode().split()
             if k.startswith("kernel_ext_") or any(re.search(rf"_{name}(_f32|$)", k) for name in TYPE_NAMES)}
-    assert len(ours) == 2 + 8 * len(TYPE_NAMES)
+    assert len(ours) == 3 + 8 * len(TYPE_NAMES)
     assert ours <= set(device().metal_host_kernels(True).decode().split())

@@ -87,7 +87,7 @@ def test_upstreams_build_embeds_the_library(tmp_path):
     assert not re.search(r'#\s*include\s*"|__embed_', text)
     assert text.count("kernel_mul_mm_id(") == 1 and text.count("kernel void kernel_mul_mm(") == 2  # one of them for the tensor API
     host_names = re.findall(r'host_name\("(\w+)"\)', text)
-    assert len(host_names) == len(set(host_names)) == 2 + 8 * len(TYPE_NAMES)
+    assert len(host_names) == len(set(host_names)) == 3 + 8 * len(TYPE_NAMES)
     assert set(host_names) <= set(device().metal_host_kernels(False).decode().split())
     assert not re.search(r"^kernel void (?!kernel_ext_|kernel_mul_mm(_id)?\()", text, re.M)  # none that would shadow upstream's
     assert "_ggml_metallib_ggml_ext_start" in (folder / "ggml-metal-embed-ggml_ext.s").read_text()

@@ -116,6 +116,7 @@ class Kernels:
         name = "libggml-cpu.so" if isa == "native" else f"libggml-ext-kernels-{isa}.so"
         self.dll = ctypes.CDLL(str(require_built(BUILD, name)))
         self.dll.ggml_ext_cpu_isa.restype = c_char_p
+        self.dll.ggml_ext_to_float.restype = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
         self.dll.ggml_ext_cpu_unpack_block.argtypes = [c_int, c_void_p, c_void_p]
         self.dll.ggml_ext_cpu_unpack_block.restype = c_bool
         self.dll.ggml_ext_dot_columns.restype = self.dll.ggml_ext_gemm.restype = c_bool
@@ -129,6 +130,12 @@ class Kernels:
         out = np.empty((len(blocks), TYPES[type_name].block_size), np.uint8)
         for block, codes in zip(np.ascontiguousarray(blocks), out, strict=True):
             assert self.dll.ggml_ext_cpu_unpack_block(TYPES[type_name].id, block.ctypes.data, codes.ctypes.data)
+        return out
+
+    def dequantize_row(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
+        """Dequantize a row, uint8 (n_blocks, block_bytes), as GET_ROWS does: float32 (n,)."""
+        blocks, out = np.ascontiguousarray(blocks), np.empty(len(blocks) * TYPES[type_name].block_size, np.float32)
+        self.dll.ggml_ext_to_float(TYPES[type_name].id)(blocks.ctypes.data, out.ctypes.data, out.size)
         return out
 
     def quantize_rotated(self, x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
@@ -224,6 +231,10 @@ class EmulatedKernels:
         shape = (len(activations), len(rows))
         products = self._request(op, type_name, rows.shape[1], 4 * shape[0] * shape[1], np.array(shape[::-1], "<i8"), rows, activations)
         return np.frombuffer(products, "<f4").reshape(shape)
+
+    def dequantize_row(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
+        """Dequantize a row, uint8 (n_blocks, block_bytes), as GET_ROWS does: float32 (n,)."""
+        return np.frombuffer(self._request("r", type_name, len(blocks), 4 * TYPES[type_name].block_size * len(blocks), blocks), "<f4")
 
     def dequantize(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
         """Dequantize uint8 (n_blocks, block_bytes) to float32 (n_blocks, block_size)."""

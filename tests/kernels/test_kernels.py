@@ -139,6 +139,17 @@ def test_emulated_cpu_dequantizes_to_the_same_bits(lib, type_name, isa):
     np.testing.assert_array_equal(kernels(isa).dequantize(type_name, blocks).view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_rows_dequantize_as_in_the_reference(lib, type_name, isa):
+    """For GET_ROWS: rows that end inside 256 weights, and extreme scales."""
+    rows = [native.random_blocks(lib, type_name, (1, n), n)[0] for n in row_lengths(type_name, [1, 3])]
+    for row in (*rows, *corner_blocks(lib, type_name)[:, None]):
+        n = len(row) * TYPES[type_name].block_size
+        expected = lib.dequantize(int(TYPES[type_name].id), row.reshape(1, -1), n)[0]
+        np.testing.assert_array_equal(kernels(isa).dequantize_row(type_name, row), expected, err_msg=row.tobytes().hex())
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_non_finite_scales_are_refused(lib, type_name, bad):

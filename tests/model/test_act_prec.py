@@ -31,7 +31,7 @@ def type_id(name: str) -> int:
 
 
 def activation_block(name: str) -> int:
-    """Return how many activations share a scale. Blocks of 64 share it in groups of four."""
+    """Return how many activations share a scale. Blocks of 64 and 32 share it in groups of 256."""
     return 32 if name in ("q4_0", "q4_1", "q8_0", "iq4_nl") else 256
 
 
@@ -113,7 +113,7 @@ def assert_precise(actual: np.ndarray, q8: np.ndarray, exact: np.ndarray, bound:
 @pytest.mark.parametrize("n_cols", [1, 3, 9, 64])
 @pytest.mark.parametrize("name", TYPE_NAMES)
 def test_mul_mat(lib, name, n_cols):
-    n = 64 * 27 if name in TYPES and TYPES[name].block_size == 64 else 256 * 7
+    n = {256: 256 * 7, 64: 64 * 27, 32: 32 * 53}[TYPES[name].block_size if name in TYPES else 256]
     data, x = encode_weights(lib, name, (37, n), n_cols), activations((n_cols, n), n_cols + 1)
     tensors = [(type_id(name), data, (37, n)), (F32, x, x.shape)]
     q8, marked_q8, f16 = (compute_product("mul_mat", tensors, (n_cols, 37), prec) for prec in (None, GGML_PREC_Q8, GGML_PREC_F16))

@@ -8,7 +8,8 @@
 //   'c'  int64 n_rows, n_cols; rows of n_blocks; columns of the type's activations   floats, column by column
 //   'g'  the same, for the GEMM                                                   the same
 //   'd'  blocks                                                                   floats
-//   'q'  floats of as many blocks; type: Q8_KR, Q8_KR64 or Q8_KR32                        the activations
+//   'r'  the same, by the function for GET_ROWS                                   floats
+//   'q'  floats of as many blocks; type: Q8_KR, Q8_KR64 or Q8_KR32           the activations
 #include "ggml-ext-cpu.h"
 
 #include <cstdio>
@@ -91,10 +92,11 @@ int main() {
                 }
                 break;
             }
-            case 'd': {
+            case 'd':
+            case 'r': {
                 const auto x = receive(row_bytes);
                 out.resize(n*block_size*sizeof(float));
-                ggml_get_type_traits(type)->to_float(x.data(), (float *) out.data(), n*block_size);
+                (r.op == 'd' ? ggml_get_type_traits(type)->to_float : ggml_ext_to_float(type))(x.data(), (float *) out.data(), n*block_size);
                 break;
             }
             case 'q': {

@@ -37,6 +37,16 @@ def test_mix_assigns_types(tmp_path, model_file, lib, name, expected, options):
     assert tensors["blk.0.attn_norm.weight"].tensor_type.name == "F32"
 
 
+def test_mix_of_experts_gives_bits_to_what_all_tokens_use(tmp_path, lib):
+    expected = {
+        "blk.0.attn_v": "ITQ4_T", "blk.0.ffn_down_exps": "ITQ2_T", "blk.0.ffn_gate_inp": "F32", "blk.1.attn_q": "ITQ4_T", "blk.1.ffn_up": "ITQ4_T",
+        "blk.1.ffn_up_exps": "ITQ1H_T", "blk.1.ffn_up_chexps": "ITQ1H_T", "blk.1.ffn_up_shexp": "ITQ4_T", "blk.1.shortconv.in_proj": "ITQ4_T"}
+    sizes = {name: (4, 8, 256) if "exps" in name else (8, 256) for name in expected}
+    source = write_gguf(tmp_path / "in.gguf", {f"{name}.weight": gaussian(*size) for name, size in sizes.items()}, "F32", fill=lambda w: w.add_block_count(2))
+    quantize(source, tmp_path / "out.gguf", "--type", "itq1h_t_m")
+    assert {name.removesuffix(".weight"): t.tensor_type.name for name, t in read_tensors(tmp_path / "out.gguf").items()} == expected
+
+
 def test_override_has_priority(tmp_path, model_file, lib):
     quantize(model_file, tmp_path / "out.gguf", "--type", "itq2_t_m", "--tensor-type", "attn_v=q8_0")
     assert read_tensors(tmp_path / "out.gguf")["blk.1.attn_v.weight"].tensor_type.name == "Q8_0"

@@ -321,6 +321,7 @@ def test_which_tensors_are_quantized(source, name, ne, expected):
     ("output.weight", (256, 9), "falcon", 0, False, "Q8_0"),
     ("token_embd.weight", (256, 9), "llama", 0, True, "Q6_K"),
     ("token_embd.weight", (256, 9), "llama", 0, False, "Q3_K"),
+    ("token_embd.weight", (320, 9), "llama", 0, False, "ITQ3_T64"),
     ("per_layer_token_embd.weight", (256, 9), "gemma3n", 0, False, "Q3_K"),
     ("blk.0.attn_k.weight", (256, 9), "llama", 8, False, "Q8_0"),
     ("blk.0.attn_v.weight", (256, 9), "llama", 8, False, "Q8_0"),

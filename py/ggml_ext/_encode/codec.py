@@ -36,8 +36,11 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
         return np.inf
     info = type_info(qtype)
     if info and info.rotated and info.unpack_min is not None and info.unpack_max is not None:
-        largest_scale = quants.E5M3_MAX if info.trellis_values else quants.HALF_MAX
-        largest_value = min(float(largest_scale) * (info.unpack_max - info.unpack_min) / 2, 8 * float(quants.HALF_MAX))
+        largest_scale, largest_code = quants.HALF_MAX, (info.unpack_max - info.unpack_min) / 2
+        if info.trellis_values and info.trellis_offset:
+            tops = [max(first) + max(second) for first, second in zip(info.trellis_values[::2], info.trellis_values[1::2], strict=True)]
+            largest_scale, largest_code = quants.E5M3_MAX, min(info.trellis_offset, min(tops) - info.trellis_offset)
+        largest_value = min(float(largest_scale) * largest_code, 8 * float(quants.HALF_MAX))
         return largest_value / math.sqrt(info.block_size)
     return float(quants.HALF_MAX)
 

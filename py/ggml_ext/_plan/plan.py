@@ -19,6 +19,8 @@ from .._formats.tensor_types import accurate_upstream_type, fallback_chain, pars
 from .file_types import FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, upstream_fallback_type
 
+MAX_FALLBACK_GROWTH = 1.4  # of the bits per weight: shorter blocks of the same code have at most 1.22 times as many
+
 
 @dataclass(frozen=True)
 class Override:
@@ -131,8 +133,9 @@ class Fallback:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the fallback costs bits or accuracy: not so for a ggml-ext type with shorter blocks."""
-        return type_info(self.type) is None
+        """Whether the fallback costs accuracy or many bits: a standard type, or itq2_t32 for the types below two bits."""
+        requested, fallback = type_info(self.requested), type_info(self.type)
+        return fallback is None or requested is None or fallback.bpw > MAX_FALLBACK_GROWTH * requested.bpw
 
     @property
     def is_same_code(self) -> bool:

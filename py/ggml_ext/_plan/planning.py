@@ -23,6 +23,7 @@ from .._formats.tensor_types import COPIED_TYPES, SOURCE_TYPES, type_info
 from .file_types import FileType
 from .imatrix_use import needs_imatrix
 from .plan import Choices, PlannedTensor, QuantizationPlan, deciding_option, fit_to_row
+from .recipes import EXPERTS
 from .rules import OUTPUT, rule_types
 from .uses import FLOOR, SMALL_FLOOR, SMALL_PART, GraphUses, small_matrices
 
@@ -58,12 +59,14 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
     plan = QuantizationPlan(warnings=warnings, imatrix_required_type=file_type.imatrix_required_type)
     has_small_floor = not file_type.is_upstream and (not choices.pure or bool(choices.target_option))
     small = small_matrices(file.tensors) if has_small_floor else set()
+    has_experts = any(part in t.name for t in file.tensors for part in EXPERTS)
     for tensor, rule in zip(file.tensors, rules, strict=True):
         reason = find_reason_to_keep(tensor, choices, rule, uses)
         if rule is None or reason is not None:
             plan.tensors.append(PlannedTensor(tensor, tensor.type, tensor.type, reason))
         else:
-            plan.tensors.append(_plan_matrix(tensor, choices, rule, is_unseen=uses.is_unseen(tensor.name), is_small=tensor.name in small))
+            plan.tensors.append(_plan_matrix(
+                tensor, choices, rule, has_experts=has_experts, is_unseen=uses.is_unseen(tensor.name), is_small=tensor.name in small))
     _check_plan(plan, file, file_type)
     _add_notes(plan)
     return plan
@@ -86,19 +89,21 @@ def find_reason_to_keep(tensor: Tensor, choices: Choices, rule: GGMLQuantization
     return QUANTIZED if choices.target_option and may_not_requantize and not is_named else None
 
 
-def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
+def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, has_experts: bool) -> GGMLQuantizationType:
     """Choose the type of a weight matrix, regardless of its shape. rule: llama.cpp's type for it (rules.py)."""
     if option := deciding_option(tensor, choices):
         return option[1]
     recipe = choices.file_type.recipe
-    if recipe and (better := recipe.type_of(tensor.name)):
+    if recipe and (better := recipe.type_of(tensor.name, has_experts)):
         return GGMLQuantizationType[better.upper()]
     return choices.type if choices.pure else rule
 
 
-def _plan_matrix(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *, is_unseen: bool, is_small: bool) -> PlannedTensor:
+def _plan_matrix(
+    tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *, has_experts: bool, is_unseen: bool, is_small: bool
+) -> PlannedTensor:
     """Plan a weight matrix. Raise UserError if it is already quantized, to another type."""
-    chosen = requested = choose_type(tensor, choices, rule)
+    chosen = requested = choose_type(tensor, choices, rule, has_experts)
     if is_unseen or is_small:
         requested = _raise_to_floor(tensor, chosen, choices, FLOOR if is_unseen else SMALL_FLOOR)
     fitting = fit_to_row(tensor, requested)

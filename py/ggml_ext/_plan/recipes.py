@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EXPERTS = ("_exps", "_chexps")  # in the names of experts' matrices
+LAYERS = ("blk.",)
+
 
 @dataclass(frozen=True)
 class Rule:
-    """A type for the tensors of all layers, or of the first layer only, whose name contains one of `parts`."""
+    """A type for the tensors whose name contains one of `parts`."""
 
     parts: tuple[str, ...]
     type: str
-    first_layer: bool = False
+    first_layer: bool = False   # only in the first layer
+    with_experts: bool = False  # only in a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,11 @@ class Recipe:
     rules: tuple[Rule, ...]
     about: str
 
-    def type_of(self, tensor_name: str) -> str | None:
-        """Return the type of a tensor, None for the base type."""
+    def type_of(self, tensor_name: str, has_experts: bool) -> str | None:
+        """Return the type of a tensor, None for the base type. has_experts: the model is a mixture of experts."""
         for rule in self.rules:
+            if rule.with_experts and not has_experts:
+                continue
             prefix = "blk.0." if rule.first_layer else "blk."
             if tensor_name.startswith(prefix) and any(part in tensor_name for part in rule.parts):
                 return rule.type
@@ -64,11 +70,14 @@ RECIPES: dict[str, Recipe] = {
             "itq1h_t_m",
             "itq1h_t",
             (
+                Rule(EXPERTS, "itq2_t", first_layer=True),
+                Rule(EXPERTS, "itq1h_t"),
+                Rule(LAYERS, "itq4_t", with_experts=True),
                 Rule(("attn_v",), "q4_k"),
                 Rule(("attn_", "ssm_"), "itq3_t"),
                 Rule(("ffn_",), "itq2_t", first_layer=True),
             ),
-            "itq1h_t; the attention's values q4_k, its other matrices itq3_t, the first layer itq2_t",
+            "itq1h_t; the attention's values q4_k, its other matrices itq3_t, the first layer itq2_t; in a mixture of experts, what all tokens use itq4_t",
         ),
     )
 }

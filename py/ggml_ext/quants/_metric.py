@@ -46,7 +46,7 @@ class Metric:
         segment: steps per segment.
         D: of all segments, float32 (n_per_row, segment).
         L: of each segment, float32 (steps before it in its matrix, segment).
-        schur: each block's Schur complement, after elimination of later blocks, float32 (n, n); empty for importances and blocks of 64.
+        schur: each block's Schur complement, after elimination of later blocks, float32 (n, n); empty for importances of shorter blocks.
         windows: inverses of each block's parts of WINDOW steps, float32 (n_windows, 32, 32); None for importances.
     """
 
@@ -206,7 +206,7 @@ def _load(triangle: np.ndarray, n: int, shrinkage: float, block_size: int, rotat
     for _ in range(2):
         blocks = a.reshape(n, -1, block_size)
         if rotated:
-            blocks = butterflies(blocks * signs) / np.sqrt(block_size)
+            blocks = butterflies(blocks * signs) * block_size**-0.5
         a = np.ascontiguousarray(blocks[:, :, positions(block_size)].reshape(n, n).T)
     return a
 
