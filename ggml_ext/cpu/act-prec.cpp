@@ -18,6 +18,17 @@ ggml_tensor * ggml_ext_planned_node(ggml_tensor * node, ggml_ext_doubled * doubl
     return &doubled->dst;
 }
 
+// Rotate n <= 256 quantized values back, which are in blocks of block_size and in the order of ggml_ext_group_offset().
+static void read_rotated(int block_size, float d, const int8_t * qs, float * y, int64_t n) {
+    const int64_t L = block_size/8; // values of a block in a group
+    alignas(32) float v[QK_K];
+    for (int64_t j = 0; j < n; ++j) {
+        v[j] = d*qs[ggml_ext_group_offset((int) (j%block_size/L)) + j/block_size*L + j%L];
+    }
+    ggml_ext_rotate_activations_back(v, n, block_size);
+    memcpy(y, v, n*sizeof(v[0]));
+}
+
 // Round n <= 256 values of a row to what the activation type's 8 bits hold. Q8_1 has the values of Q8_0.
 static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t n) {
     union {
@@ -26,7 +37,6 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
         block_q8_kr64 q8_kr64;
         block_q8_kr32 q8_kr32;
     } block;
-    alignas(32) float v[QK_K];
     if (type == GGML_TYPE_Q8_1) {
         type = GGML_TYPE_Q8_0;
     }
@@ -34,31 +44,9 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
     switch ((int) type) {
         case GGML_TYPE_Q8_0: dequantize_row_q8_0(block.q8_0, y, n); break;
         case GGML_TYPE_Q8_K: dequantize_row_q8_K(&block.q8_K, y, n); break;
-        case GGML_TYPE_Q8_KR:
-            for (int g = 0; g < QK_K/32; ++g) {
-                for (int j = 0; j < 32; ++j) {
-                    v[32*g + j] = block.q8_K.d*block.q8_K.qs[ggml_ext_group_offset(g) + j];
-                }
-            }
-            ggml_ext_rotate_activations_back(v, QK_K, QK_K);
-            memcpy(y, v, sizeof(v));
-            break;
-        case GGML_TYPE_Q8_KR64:
-            for (int64_t b = 0; b < n; b += 8) {
-                for (int j = 0; j < 8; ++j) {
-                    v[b + j] = block.q8_kr64.d[0]*block.q8_kr64.qs[ggml_ext_group_offset(b%64/8) + b/64*8 + j];
-                }
-            }
-            ggml_ext_rotate_activations_back(v, n, 64);
-            memcpy(y, v, n*sizeof(v[0]));
-            break;
-        case GGML_TYPE_Q8_KR32:
-            for (int64_t j = 0; j < n; ++j) {
-                v[j] = block.q8_kr32.d[0]*block.q8_kr32.qs[ggml_ext_group_offset(j%32/4) + j/32*4 + j%4];
-            }
-            ggml_ext_rotate_activations_back(v, n, 32);
-            memcpy(y, v, n*sizeof(v[0]));
-            break;
+        case GGML_TYPE_Q8_KR:   read_rotated(QK_K, block.q8_K.d,       block.q8_K.qs,    y, n); break;
+        case GGML_TYPE_Q8_KR64: read_rotated(64,   block.q8_kr64.d[0], block.q8_kr64.qs, y, n); break;
+        case GGML_TYPE_Q8_KR32: read_rotated(32,   block.q8_kr32.d[0], block.q8_kr32.qs, y, n); break;
         default: GGML_ABORT("%s: activations of no known type", ggml_type_name(type));
     }
 }

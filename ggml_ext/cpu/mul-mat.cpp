@@ -39,8 +39,7 @@ struct mul_mat {
         : op(op), src0(op->src[0]), src1(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr), n(src0->ne[0]),
           n_rows(src0->ne[1]), n_matrices(src0->ne[2]*src0->ne[3]), n_columns(op->ne[1]*op->ne[2]*op->ne[3]), n_blocks((n + QK_K - 1)/QK_K),
           activation(ggml_get_type_traits_cpu(src0->type)->vec_dot_type),
-          block_size(activation == GGML_TYPE_Q8_KR32 ? sizeof(block_q8_kr32) :
-                     activation == GGML_TYPE_Q8_KR64 ? sizeof(block_q8_kr64) : sizeof(block_q8_K)) {
+          block_size(ggml_type_size(activation)) {
         GGML_ASSERT(src0->nb[0] == ggml_type_size(src0->type) && op->nb[0] == sizeof(float));
         GGML_ASSERT(op->ne[0] == n_rows && src1->ne[0] == n && op->ne[2] == (ids ? ids->ne[1] : src1->ne[2]));
     }
@@ -158,9 +157,8 @@ void each_unit(const ggml_compute_params * params, const mul_mat & p, const colu
 // First block that thread ith quantizes in row `row`; it ends where the next thread begins. A row of Q8_KR64 or Q8_KR32 is written in
 // full, so the threads take turns by row.
 int64_t first_block(const mul_mat & p, int64_t ith, int64_t nth, int64_t row) {
-    const int64_t n_blocks = p.n/ggml_blck_size(p.activation);
-    const bool    is_grouped = p.activation == GGML_TYPE_Q8_KR64 || p.activation == GGML_TYPE_Q8_KR32;
-    return is_grouped ? (ith > row%nth ? n_blocks : 0) : ith*n_blocks/nth;
+    const int64_t block = ggml_blck_size(p.activation), n_blocks = p.n/block;
+    return block < QK_K ? (ith > row%nth ? n_blocks : 0) : ith*n_blocks/nth;
 }
 
 constexpr int MAX_DOT_COLUMNS = 16; // per call, two passes of ggml_ext_dot_columns()

@@ -6,8 +6,7 @@
 //   load8x4(p, q, r, s)    eight bytes from each of four addresses
 //   words8(w)              eight words
 //   load_behind(first, p)  `first`, then 31 bytes from p; reads p[-1] too
-//   shift_lanes8(a, first) shift each eight bytes up by one; byte 0 comes from `first`, whose other bytes are zero (first_of<8>())
-//   shift_lanes4(a, first) the same for each four bytes
+//   shift_lanes<N>(a, first) shift each N = 8 or 4 bytes up by one; byte 0 comes from `first`, whose other bytes are zero (first_of<N>())
 //   u8x16            16 bytes: load16(p), load16_behind(first, p), words4(w)
 //   spread_nibbles(a, b)   the bytes a >> 4 | b << 4, b of each byte of two u8x16, in turn
 //   field<S>(a, m)   (a >> S) & m in each byte; S < 0 shifts left, and then m must not select the bits that became empty

@@ -42,7 +42,7 @@ template <int K> struct trellis_lanes<K, 2> {
 template <int K, typename B> static inline trellis_lanes<K, 2> load_trellis_pairs_at(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
     const u8x32 low = load8x4(p[0]->symbols, p[1]->symbols, p[2]->symbols, p[3]->symbols);
     const u8x32 low_before = load8x4(&p[0]->start, &p[1]->start, &p[2]->start, &p[3]->start); // the symbols follow it
-    trellis_lanes<K, 2> t(low, low_before, shift_lanes8(low_before, u8x32()));
+    trellis_lanes<K, 2> t(low, low_before, shift_lanes<8>(low_before, u8x32()));
     if constexpr (K == 3) {
         uint32_t high[4], before[4];
         for (int b = 0; b < 4; ++b) {
@@ -79,10 +79,6 @@ template <int K, typename B, size_t N> static inline trellis_lanes<K, 1> load_tr
             return words8(w);
         }
     };
-    const auto shift_lanes = [](u8x32 a, u8x32 first) {
-        if constexpr (L == 8) { return shift_lanes8(a, first); }
-        else                  { return shift_lanes4(a, first); }
-    };
     const auto  plane = [&](int i) { return bytes(offsetof(B, symbols) + L*i); };
     const u8x32 start = first_of<L>(bytes(offsetof(B, start)));
     trellis_lanes<K, 1> t;
@@ -90,16 +86,16 @@ template <int K, typename B, size_t N> static inline trellis_lanes<K, 1> load_tr
         const u8x32 ql1 = plane(1), ql3 = plane(3);
         t.ql[0]  = join(plane(0), plane(2));
         t.ql[1]  = join(ql1, ql3);
-        t.before = join(shift_lanes(ql3, start), ql1);
+        t.before = join(shift_lanes<L>(ql3, start), ql1);
     } else {
         const u8x32 ql0 = plane(0), ql1 = plane(1);
         t.ql     = join(ql0, ql1);
-        t.before = join(shift_lanes(ql1, start), ql0);
+        t.before = join(shift_lanes<L>(ql1, start), ql0);
         if constexpr (K == 2) {
-            t.before2 = join(shift_lanes(ql0, u8x32()), low_half(t.before));
+            t.before2 = join(shift_lanes<L>(ql0, u8x32()), low_half(t.before));
         } else {
             const u8x32 h = plane(2);
-            t.high = join(funnel<4>(shift_lanes(h, field<-6>(start, 0xc0)), h), h);
+            t.high = join(funnel<4>(shift_lanes<L>(h, field<-6>(start, 0xc0)), h), h);
         }
     }
     return t;

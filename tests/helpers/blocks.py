@@ -34,6 +34,11 @@ def bit_coverage_blocks(type_name: str) -> np.ndarray:
 CORNER_SCALES = [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -0.37, 65504.0, -65504.0]
 
 
+def row_lengths(type_name: str, blocks: list[int]) -> list[int]:
+    """Return row lengths of n*256; for shorter blocks also those that end inside 256 weights."""
+    return [256 * n - less for n in blocks for less in range(0, 256, TYPES[type_name].block_size)]
+
+
 def corner_blocks(lib, type_name: str) -> np.ndarray:
     """Return valid blocks with random codes and extreme scales, uint8 (n, block_bytes).
 

@@ -1,4 +1,4 @@
-"""CPU kernels of every weight type against exact references: unpack, vec_dot, GEMM, mul_mat_id, get_rows."""
+"""CPU kernels of every weight type against exact references: unpack, vec_dot, GEMM, mul_mat_id."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ import pytest
 
 from ggml_ext import TYPES
 from helpers import native
-from helpers.blocks import TYPE_NAMES, bit_coverage_blocks, corner_blocks
+from helpers.blocks import TYPE_NAMES, bit_coverage_blocks, corner_blocks, row_lengths
 from helpers.native import EMULATED_ISAS, F32, I32, ISAS, dot_reference, kernels
 
 
 def quantize_activations(isa: str, type_name: str, x: np.ndarray) -> np.ndarray:
     """Quantize with the kernels of isa. All rows are rotated; products do not depend on whether the type is."""
     return kernels(isa).quantize_rotated(x, {256: "q8_kr", 64: "q8_kr64", 32: "q8_kr32"}[TYPES[type_name].block_size])
-
-
-def row_lengths(type_name: str, blocks: list[int]) -> list[int]:
-    """Return row lengths of n*256; for shorter blocks also those that end inside 256 weights."""
-    return [256 * n - less for n in blocks for less in range(0, 256, TYPES[type_name].block_size)]
 
 
 ALL_ISAS = [*ISAS, "native"]
@@ -139,17 +134,6 @@ def test_emulated_cpu_dequantizes_to_the_same_bits(lib, type_name, isa):
     np.testing.assert_array_equal(kernels(isa).dequantize(type_name, blocks).view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_rows_dequantize_as_in_the_reference(lib, type_name, isa):
-    """For GET_ROWS: rows that end inside 256 weights, and extreme scales."""
-    rows = [native.random_blocks(lib, type_name, (1, n), n)[0] for n in row_lengths(type_name, [1, 3])]
-    for row in (*rows, *corner_blocks(lib, type_name)[:, None]):
-        n = len(row) * TYPES[type_name].block_size
-        expected = lib.dequantize(int(TYPES[type_name].id), row.reshape(1, -1), n)[0]
-        np.testing.assert_array_equal(kernels(isa).dequantize_row(type_name, row), expected, err_msg=row.tobytes().hex())
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_non_finite_scales_are_refused(lib, type_name, bad):
@@ -228,8 +212,6 @@ def test_several_columns_equal_single_columns(lib, type_name, isa):
             actual = selected.dot_columns(type_name, rows, activations[first : first + n_cols])
             wrong = np.argwhere(actual.view(np.uint32) != single[first : first + n_cols].view(np.uint32))
             assert not wrong.size, f"{type_name} on {isa}, rows of {n}, {n_cols} columns: column {wrong[0][0]}, row {wrong[0][1]}"
-
-
 
 
 def gemm_columns(type_name: str) -> int:
@@ -411,19 +393,6 @@ def test_mul_mat_id_takes_views(lib, type_name, n_tokens):
             activations = kernels("native").quantize_for(type_name, x[token, slot : slot + 1])
             exact, bound = dot_reference(lib, type_name, rows[table[token, 1 + 2 * slot]], activations)
             assert (np.abs(actual[token, slot] - exact[0]) <= bound[0]).all(), f"token {token}, slot {slot}"
-
-
-@pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_get_rows_equals_dequantize(lib, type_name):
-    """Embedding look-up applies the inverse rotation and gives the bits of the row decoder."""
-    n = row_lengths(type_name, [3])[-1]
-    rows = native.random_blocks(lib, type_name, (9, n), 3)
-    ids = np.array([8, 0, 3, 3], np.int32)
-    with native.Graph() as g:
-        actual = g.compute("get_rows", g.tensor(TYPES[type_name].id, rows, (9, n)), g.tensor(I32, ids, ids.shape),
-                           shape=(4, n))
-    expected = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(9, -1)), n)
-    np.testing.assert_array_equal(actual, expected[ids])
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)

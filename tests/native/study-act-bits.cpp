@@ -49,25 +49,18 @@ void round_block(block_q8_K & y) {
     }
 }
 
-void round_block(block_q8_kr64 & y) {
-    for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; b++) {
-        round_codes(y.qs + 8*b, 64, 32, 8);
+// Blocks of 8*L values in a group.
+template <int L, class Block> void round_group(Block & y) {
+    for (int b = 0; b < 32/L; b++) {
+        round_codes(y.qs + L*b, 8*L, 32, L);
         y.sum[b] = 0;
-        for (int i = 0; i < 64; i++) {
-            y.sum[b] += y.qs[i/8*32 + 8*b + i%8];
+        for (int i = 0; i < 8*L; i++) {
+            y.sum[b] += y.qs[i/L*32 + L*b + i%L];
         }
     }
 }
-
-void round_block(block_q8_kr32 & y) {
-    for (int b = 0; b < GGML_EXT_GROUP_BLOCKS_32; b++) {
-        round_codes(y.qs + 4*b, 32, 32, 4);
-        y.sum[b] = 0;
-        for (int i = 0; i < 32; i++) {
-            y.sum[b] += y.qs[i/4*32 + 4*b + i%4];
-        }
-    }
-}
+void round_block(block_q8_kr64 & y) { round_group<8>(y); }
+void round_block(block_q8_kr32 & y) { round_group<4>(y); }
 
 void round_block(block_q8_0 & y) {
     round_codes(y.qs, QK8_0, QK8_0, QK8_0);

@@ -47,8 +47,9 @@ static inline u8x32 spread_nibbles(u8x16 a, u8x16 b) {
 }
 
 template <int N> static inline u8x32 first_of(u8x32 a) { return {_mm256_and_si256(a.v, N == 8 ? _mm256_set1_epi64x(0xff) : _mm256_set1_epi32(0xff))}; }
-static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) { return {_mm256_or_si256(_mm256_slli_epi64(a.v, 8), first.v)}; }
-static inline u8x32 shift_lanes4(u8x32 a, u8x32 first) { return {_mm256_or_si256(_mm256_slli_epi32(a.v, 8), first.v)}; }
+template <int N> static inline u8x32 shift_lanes(u8x32 a, u8x32 first) {
+    return {_mm256_or_si256(N == 8 ? _mm256_slli_epi64(a.v, 8) : _mm256_slli_epi32(a.v, 8), first.v)};
+}
 
 // 16-bit shifts move bits of the neighbour byte in; the mask removes them.
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {

@@ -41,13 +41,10 @@ template <int N> static inline u8x32 first_of(u8x32 a) {
     return {{vandq_u8(a.v[0], mask), vandq_u8(a.v[1], mask)}};
 }
 
-static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) {
-    const auto up = [](uint8x16_t x) { return vreinterpretq_u8_u64(vshlq_n_u64(vreinterpretq_u64_u8(x), 8)); };
-    return {{vorrq_u8(up(a.v[0]), first.v[0]), vorrq_u8(up(a.v[1]), first.v[1])}};
-}
-
-static inline u8x32 shift_lanes4(u8x32 a, u8x32 first) {
-    const auto up = [](uint8x16_t x) { return vreinterpretq_u8_u32(vshlq_n_u32(vreinterpretq_u32_u8(x), 8)); };
+template <int N> static inline u8x32 shift_lanes(u8x32 a, u8x32 first) {
+    const auto up = [](uint8x16_t x) {
+        return N == 8 ? vreinterpretq_u8_u64(vshlq_n_u64(vreinterpretq_u64_u8(x), 8)) : vreinterpretq_u8_u32(vshlq_n_u32(vreinterpretq_u32_u8(x), 8));
+    };
     return {{vorrq_u8(up(a.v[0]), first.v[0]), vorrq_u8(up(a.v[1]), first.v[1])}};
 }
 

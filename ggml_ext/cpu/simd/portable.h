@@ -56,8 +56,6 @@ template <int N> static inline u8x32 shift_lanes(u8x32 a, u8x32 first) {
     for (int i = 0; i < 32; ++i) { first.v[i] |= i%N ? a.v[i - 1] : 0; }
     return first;
 }
-static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) { return shift_lanes<8>(a, first); }
-static inline u8x32 shift_lanes4(u8x32 a, u8x32 first) { return shift_lanes<4>(a, first); }
 
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     for (int i = 0; i < 32; ++i) {
