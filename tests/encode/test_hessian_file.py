@@ -193,6 +193,23 @@ def test_zero_columns_are_accepted(tmp_path):
         np.linalg.cholesky(h)
 
 
+def test_summary_tells_the_hessians(tmp_path, lib):
+    """By class: columns and tokens per column, of the layer with the fewest tokens and the median expert; the metadata have all tokens."""
+    x, wide = correlated(600, 256), correlated(600, 512)
+    experts = [correlated(n, 256) for n in (64, 128, 512)]
+    weights = {UP: gaussian(8, 256), DOWN: gaussian(8, 512), "blk.1.ffn_up.weight": gaussian(8, 256), EXPERTS: gaussian(3, 8, 256)}
+    source = write_gguf(tmp_path / "in.gguf", weights)
+    inputs = {UP: x, DOWN: wide, "blk.1.ffn_up.weight": x[:300], EXPERTS: experts}
+    path, report = write_moments(tmp_path / "m.gguf", inputs, "full", full_columns=256), tmp_path / "report.json"
+    done = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--report", report)
+    lines = ["full (256 columns, 1.17 tokens per column) of ffn_up", "blocks of 256 columns (2.34 tokens per column) of ffn_down",
+             "full (256 columns, 0.5 tokens per column) of ffn_gate_exps"]
+    assert "\n".join(f"{'' if i else 'Hessians    =':<13} {line}" for i, line in enumerate(lines)) in done.stdout
+    assert json.loads(report.read_text())["hessians"]["ffn_down"] == {"columns": 256, "is_full": False, "tokens_per_column": 2.34}
+    assert gguf_file.GGUFFile(tmp_path / "out.gguf").value("ggml_ext.importance.tokens") == 600
+    assert "ffn_up" in quantize(source, "--type", "itq3_t", "--imatrix", path, "--dry-run").stdout.partition("Hessians")[2]
+
+
 # tensor -> type: every kind of encoder that takes importances
 TYPE_OF_TENSOR = dict(zip((f"blk.{i}.ffn_up.weight" for i in range(12)), (
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q5_0", "iq4_nl", "iq3_s", "iq2_xs", "itq3_t", "ditto3")))

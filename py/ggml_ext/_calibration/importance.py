@@ -14,7 +14,7 @@ from .._encode.codec import Codec
 from .._encode.tensor_calibration import Metric, MetricCache, PerExpert, TensorCalibration
 from .._formats.column_scales import ColumnScales
 from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value, uint32_value
-from .._formats.hessians import HessianFile, TensorHessian, kind_for, token_warnings
+from .._formats.hessians import HessianFile, HessianUse, TensorHessian, kind_for, token_warnings
 from .._formats.imatrix import ImportanceMatrix, dead_columns
 from .._formats.names import list_tensors
 from .._formats.tensor_types import metric_name, uses_metric
@@ -48,6 +48,7 @@ class Importance:
     text_name: str | None = None  # of the text, if ggml-ext calibrated
     description: str | None = None  # replaces the usual one in the summary
     full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
+    n_tokens: int = 0  # of the text; 0: read them from the Hessians
     scales: ColumnScales = field(default_factory=ColumnScales)  # of the weights to encode
     warnings: list[str] = field(default_factory=list)  # from encoding
 
@@ -99,6 +100,15 @@ class Importance:
             return {}
         return {t.name: DeadColumns.count(matrix.values(t.tensor)) for t in plan.tensors if t.uses_imatrix}
 
+    def hessians_of(self, plan: QuantizationPlan) -> dict[str, TensorHessian]:
+        """Return the Hessians that the plan's tensors are encoded under, by tensor."""
+        tensors = [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
+        return {t.name: hessian for t in tensors if (hessian := self.hessian(t))}
+
+    def hessian_uses(self, plan: QuantizationPlan) -> dict[str, HessianUse]:
+        """Describe the Hessian of each tensor."""
+        return {name: HessianUse.of(hessian) for name, hessian in self.hessians_of(plan).items()}
+
     def paths(self) -> list[Path]:
         """List the files of the statistics."""
         matrix = [] if self.matrix is None else [self.matrix.path]
@@ -133,6 +143,8 @@ class Importance:
         out.append(string_value("ggml_ext.importance", self.kind))
         if self.full_columns is not None:
             out.append(uint32_value("ggml_ext.importance.full_columns", self.full_columns))
+        if n_tokens := self.n_tokens or (self.hessians.n_tokens if self.hessians else 0):
+            out.append(uint32_value("ggml_ext.importance.tokens", n_tokens))
         if self.text_name:
             out.append(string_value("ggml_ext.calibration", self.text_name))
         return out + self.scales.metadata()
@@ -193,7 +205,7 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
             plan.warnings.append(f"--importance {importance.kind}: no tensor gets a type that uses more than the diagonal")
         importance.kind, importance.hessians, importance.full_columns = "diagonal", None, None
         return
-    hessians = {t.name: hessian for t in tensors if (hessian := importance.hessian(t))}
+    hessians = importance.hessians_of(plan)
     if not hessians:
         raise UserError(
             f"--imatrix: {hessian_file.path} has Hessians of {len(hessian_file.names())} tensors, such as "

@@ -206,7 +206,9 @@ def export(settings: ExportSettings, console: Console) -> Result:
         lines = tensor_lines(plan, terminal_width()) if console.details else []
         check_source(file, plan, conversion.codec, console, n_threads=settings.n_threads, candidates={})
         if output is None:
-            table = summary(plan, choices, terminal_width(), importance=importance.describe(), dead=conversion.dead_columns())
+            table = summary(
+                plan, choices, terminal_width(), importance=importance.describe(), dead=conversion.dead_columns(), hessians=conversion.hessian_uses()
+            )
             console.report("\n".join([*lines, table]))
             return Result.make(
                 map(TensorResult.make, plan.tensors), Totals.compute(plan), type=choices.name, options="", importance=importance.describe(),
@@ -258,7 +260,7 @@ def report_result(settings: ExportSettings, writing: ExportWritingJob, written: 
     file, plan, importance = writing.conversion.file, writing.conversion.plan, writing.conversion.importance
     table = summary(
         plan, choices, terminal_width(), importance=importance.describe(), tensors=written.tensors, seconds=written.seconds,
-        dead=writing.conversion.dead_columns(),
+        dead=writing.conversion.dead_columns(), hessians=writing.conversion.hessian_uses(),
     )
     console.report("\n".join([table, *cost_lines(written.tensors)]))
     if options.model_card is not None:

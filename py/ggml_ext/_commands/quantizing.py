@@ -44,7 +44,7 @@ from .._plan.planning import check_model, make_plan
 from .._plan.uses import GraphUses
 from .._report.card import Card, describe_importance
 from .._report.results import Result, TensorResult, Totals
-from .._report.tables import error_warnings, summary, tensor_lines
+from .._report.tables import error_warnings, hessian_record, summary, tensor_lines
 from .._sequential.errors import KEY as STREAM_KEY
 from .._sequential.errors import stream_metadata
 from .._sequential.estimate import configure_propagation
@@ -430,8 +430,8 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
     plan, width, importance_text = job.plan, terminal_width(), job.importance.describe()
     lines = tensor_lines(plan, width) if console.details else []
     expected = estimate_time(settings, job)
-    dead = job.importance.dead_columns(plan)
-    lines.append(summary(plan, job.choices, width, importance=importance_text, allocation=job.allocation, dead=dead))
+    dead, hessians = job.importance.dead_columns(plan), job.importance.hessian_uses(plan)
+    lines.append(summary(plan, job.choices, width, importance=importance_text, allocation=job.allocation, dead=dead, hessians=hessians))
     times = ([expected.describe()] if expected else []) + ([job.propagation_config.description] if job.propagation_config else [])
     console.report("\n".join([*lines, *times]))
     tensors, totals = [TensorResult.make(t) for t in plan.tensors], Totals.compute(plan, allocation=job.allocation)
@@ -450,15 +450,14 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
     plan, importance_text = job.plan, job.importance.describe()
     for warning in [*job.importance.warnings, *error_warnings(written.tensors)]:
         console.warn(warning)
-    dead = writing.conversion.dead_columns()
+    dead, hessians = writing.conversion.dead_columns(), writing.conversion.hessian_uses()
     console.report(summary(
         plan, job.choices, terminal_width(), importance=importance_text, tensors=written.tensors, seconds=written.seconds, allocation=job.allocation,
-        dead=dead,
+        dead=dead, hessians=hessians,
     ))
     if output.verify:
         run = "; one token run" if written.was_run else ""
         console.report(f"verified: {len(plan.tensors)} tensors read back without a difference{run}")
-    totals = Totals.compute(plan, written.tensors, job.allocation)
     record = {
         "input": settings.source.hf_repo or str(settings.source.path),
         "output": [{"path": str(part), "bytes": part.stat().st_size} for part in written.paths],
@@ -470,7 +469,8 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
         "tensors_of_an_earlier_run": written.n_before,
         "verified": output.verify,
         "dead_columns": {name: c.n_dead for name, c in dead.items() if c.n_dead},
-        **totals.record(),
+        "hessians": hessian_record(hessians),
+        **(totals := Totals.compute(plan, written.tensors, job.allocation)).record(),
     }
     console.event("summary", record)
     if output.report is not None:

@@ -331,6 +331,11 @@ class HessianFile:
         return TensorHessian(where, kind, n_columns, entry.counts, StoredRows(entry.file, entry.values), stored_full=entry.is_full)
 
     @property
+    def n_tokens(self) -> int:
+        """The tokens of the calibration, if an input sees all of them; else 0."""
+        return int(max((entry.counts[0] for entry in self._entries.values() if len(entry.counts) == 1), default=0))
+
+    @property
     def are_full(self) -> bool:
         """Whether all Hessians are full."""
         return all(entry.is_full for entry in self._entries.values())
@@ -341,6 +346,27 @@ class HessianFile:
         if self.kind == "block" or self.are_full:
             return None
         return max(entry.n_columns for entry in self._entries.values() if entry.is_full)
+
+
+@dataclass(frozen=True)
+class HessianUse:
+    """The Hessian that matrices are encoded under: its columns, those of the matrix, and tokens (of the median expert)."""
+
+    width: int
+    n_columns: int
+    tokens: float
+
+    @classmethod
+    def of(cls, hessian: TensorHessian) -> HessianUse:
+        return cls(hessian.width, hessian.n_columns, float(np.median(hessian.counts)))
+
+    @property
+    def is_full(self) -> bool:
+        return self.width == self.n_columns
+
+    @property
+    def tokens_per_column(self) -> float:
+        return self.tokens / self.width
 
 
 def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:

@@ -14,6 +14,7 @@ from .._calibration.importance import DeadColumns, Importance
 from .._encode.codec import Codec
 from .._formats.column_scales import KEY as COLUMN_SCALES
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, uint32_value
+from .._formats.hessians import HessianUse
 from .._formats.split import SPLIT_KEYS
 from .._plan.plan import QuantizationPlan
 from .._sequential.layers import SequentialQuantizer
@@ -23,6 +24,7 @@ IMPORTANCE_KEYS = (
     *(f"quantize.imatrix.{key}" for key in ("file", "dataset", "entries_count", "chunks_count")),
     "ggml_ext.importance",
     "ggml_ext.importance.full_columns",
+    "ggml_ext.importance.tokens",
     "ggml_ext.calibration",
 )
 EXT_PREFIX = "ggml_ext."  # of the keys of ggml-ext
@@ -44,6 +46,11 @@ class Conversion:
     def dead_columns(self) -> dict[str, DeadColumns]:
         """Count dead columns by tensor; those of layers that an interrupted --propagate run finished are unknown."""
         return self.importance.dead_columns(self.plan) | (self.sequential_quantizer.dead_columns if self.sequential_quantizer else {})
+
+    def hessian_uses(self) -> dict[str, HessianUse]:
+        """Describe the Hessian of each tensor; those of layers that an interrupted --propagate run finished are unknown."""
+        collected = self.sequential_quantizer.hessians if self.sequential_quantizer else {}
+        return self.importance.hessian_uses(self.plan) | {name: HessianUse.of(hessian) for name, hessian in collected.items()}
 
     def check_unchanged(self) -> None:
         """Raise UserError if an input file changed during the run."""

@@ -15,6 +15,7 @@ from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
 from .._calibration.importance import DeadColumns
 from .._encode.accuracy import Accuracy, MeasuredTensor
+from .._formats.hessians import HessianUse
 from .._formats.names import describe_tensors, short_class, tensor_class
 from .._formats.tensor_types import accurate_upstream_type
 from .._plan.plan import Fallback, QuantizationPlan, TypeChoices
@@ -96,6 +97,32 @@ def _dead_line(dead: Mapping[str, DeadColumns]) -> list[str]:
     return [f"dead inputs = {'; '.join(parts)}"] if parts else []
 
 
+def hessian_record(uses: Mapping[str, HessianUse]) -> dict:
+    """Return the Hessian of each class of tensors for JSON."""
+    return {
+        name: {"columns": use.width, "is_full": use.is_full, "tokens_per_column": round(use.tokens_per_column, 2)}
+        for name, use in _hessians_by_class(uses).items()
+    }
+
+
+def _hessians_by_class(uses: Mapping[str, HessianUse]) -> dict[str, HessianUse]:
+    """Return the Hessian of each class of tensors, that of the layer with the fewest tokens."""
+    classes: dict[str, HessianUse] = {}
+    for name, use in uses.items():
+        classes[short_class(name)] = min(use, classes.get(short_class(name), use), key=lambda u: u.tokens_per_column)
+    return classes
+
+
+def _hessian_line(uses: Mapping[str, HessianUse]) -> list[str]:
+    """Format "Hessians    = full (4,096 columns, 12.5 tokens per column) of attn_q, attn_k", with a line for each other kind."""
+    groups: dict[str, list[str]] = {}
+    for name, use in _hessians_by_class(uses).items():
+        columns, tokens = f"{use.width:,} columns", f"{use.tokens_per_column:.3g} tokens per column"
+        groups.setdefault(f"full ({columns}, {tokens})" if use.is_full else f"blocks of {columns} ({tokens})", []).append(name)
+    lines = [f"{kind} of {', '.join(names)}" for kind, names in groups.items()]
+    return [f"{'' if i else 'Hessians    =':<13} {line}" for i, line in enumerate(lines)]
+
+
 def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
     """Compare the result with the request; one line if they agree."""
     total = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in total"
@@ -129,7 +156,7 @@ def _fallback_outcomes(plan: QuantizationPlan) -> list[str]:
 
 def summary(
     plan: QuantizationPlan, choices: TypeChoices, width: int, *, importance: str, tensors: Sequence[MeasuredTensor] | None = None,
-    seconds: float = 0, allocation: Allocation | None = None, dead: Mapping[str, DeadColumns],
+    seconds: float = 0, allocation: Allocation | None = None, dead: Mapping[str, DeadColumns], hessians: Mapping[str, HessianUse],
 ) -> str:
     """Summarize a run: tables by class and type, totals, and the outcome.
 
@@ -142,6 +169,7 @@ def summary(
         seconds: time of writing.
         allocation: of a target, if there is one.
         dead: dead columns by tensor.
+        hessians: by tensor.
     """
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
@@ -150,6 +178,7 @@ def summary(
         f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
         f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
         f"importance  = {importance}",
+        *_hessian_line(hessians),
         *_dead_line(dead),
     ]
     if tensors is not None:

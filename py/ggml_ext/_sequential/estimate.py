@@ -59,6 +59,7 @@ def configure_propagation(
         text=setup.text,
         text_name=setup.text_name,
         n_chunks=setup.n_chunks,
+        n_tokens=setup.n_tokens,
         n_gradient_chunks=gradient_chunks(setup.n_chunks),
         directory=setup.directory,
         description=describe(setup, file, n_threads),

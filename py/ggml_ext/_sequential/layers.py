@@ -59,6 +59,7 @@ class PropagationConfig:
     text: Path  # to calibrate with
     text_name: str  # for messages
     n_chunks: int
+    n_tokens: int  # of all chunks
     n_gradient_chunks: int  # number of first chunks with gradients
     directory: Path  # of temporary files
     description: str  # with estimated time and memory
@@ -70,7 +71,7 @@ class PropagationConfig:
 
     def importance(self) -> Importance:
         """Describe the statistics in the output's metadata."""
-        importance = Importance(self.kind, text_name=self.text_name, full_columns=self.full_columns)
+        importance = Importance(self.kind, text_name=self.text_name, full_columns=self.full_columns, n_tokens=self.n_tokens)
         importance.description = f"{importance.title}, from quantized layers ({self.text_name} text)"
         return importance
 
@@ -98,13 +99,12 @@ class SequentialQuantizer:
     console: Console
     scales: ColumnScales = field(default_factory=ColumnScales)  # of the weights that `file` reads
     dead_columns: dict[str, DeadColumns] = field(default_factory=dict)  # by tensor
+    hessians: dict[str, TensorHessian] = field(default_factory=dict)  # by tensor, without their values
     _changed: dict[str, PlannedTensor] = field(init=False)  # the tensors to encode, by name
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     _layer: int = field(default=0, init=False)  # the next one
     _encoded: dict[str, EncodedTensor] = field(default_factory=dict, init=False)  # until take()
     _row_spans: dict[str, list[RowSpan]] = field(default_factory=dict, init=False)  # of the layer's matrices, by name
-    # Hessians without their values: token_warnings() reads only the counts of tokens
-    _hessian_counts: dict[str, TensorHessian] = field(default_factory=dict, init=False)
     # set by open()
     _pool: ThreadPoolExecutor = field(init=False)
     _streams: LayerStreams = field(init=False)
@@ -227,8 +227,8 @@ class SequentialQuantizer:
 
     def _warn_of_few_tokens(self) -> None:
         """Warn once, for all layers, of Hessians that have too few tokens."""
-        if self._hessian_counts:
-            for line in token_warnings(self._hessian_counts):
+        if self.hessians:
+            for line in token_warnings(self.hessians):
                 self.warn(line)
 
     def _make_row_spans(self, k: int) -> dict[str, list[RowSpan]]:
@@ -255,7 +255,7 @@ class SequentialQuantizer:
         diagonal = hessian_diagonal(sums)
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
         for t in matrices:
-            self._hessian_counts[t.name] = replace(hessian, stored=np.empty(0))
+            self.hessians[t.name] = replace(hessian, stored=np.empty(0))
             self.dead_columns[t.name] = DeadColumns.count(diagonal)
         metrics: dict[str, PerExpert[Metric]] = {}
         for t in matrices:
