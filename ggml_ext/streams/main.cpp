@@ -1,6 +1,7 @@
 // ggml-ext-streams: run a model layer by layer for sequential quantization (stream-pair.h). py/ggml_ext/_native/streams.py sends these lines:
 //
 //   exchange BYTES FILE   map FILE, through which both sides exchange arrays
+//   bf16                  let the original model's products use BF16 in place of F16 if the CPU is faster with that
 //   layer N               the streams are at the input of layer N
 //   set NAME TYPE FILE    replace the matrix NAME of the quantized model
 //   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output
@@ -37,6 +38,8 @@ json execute(ggml_ext::stream_pair & streams, std::istringstream & line) {
     line >> command;
     if (command == "exchange" && line >> n_bytes >> std::ws && std::getline(line, path)) {
         streams.set_exchange(path, n_bytes);
+    } else if (command == "bf16") {
+        streams.prefer_bf16();
     } else if (command == "layer" && line >> a) {
         streams.enter_layer(a);
     } else if (command == "set" && line >> name >> type >> std::ws && std::getline(line, path)) {

@@ -9,14 +9,14 @@
 
 namespace ggml_ext {
 
-// A quantized matrix that replaces one of the model's on the same device.
+// A matrix that replaces one of the model's on the same device.
 struct replacement {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
     ggml_tensor *           tensor = nullptr;
     int                     layer = 0;
 
-    replacement(const ggml_tensor * original, ggml_type type, const std::string & path, int layer) : layer(layer) {
+    replacement(const ggml_tensor * original, ggml_type type, int layer) : layer(layer) {
         ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
         tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
         ggml_set_name(tensor, original->name);
@@ -30,12 +30,26 @@ struct replacement {
             fail(std::string("no memory for ") + original->name);
         }
         ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    }
+
+    // Read the values from a file.
+    void read(const std::string & path) {
         std::ifstream file(path, std::ios::binary);
         std::vector<char> data(ggml_nbytes(tensor));
         if (!file.read(data.data(), (std::streamsize) data.size())) {
-            fail(path + " is shorter than " + original->name);
+            fail(path + " is shorter than " + tensor->name);
         }
         ggml_backend_tensor_set(tensor, data.data(), 0, data.size());
+    }
+
+    // Round the values of a matrix in F16 to BF16, the type of this one. Both are in the memory of the CPU.
+    void round_from(const ggml_tensor * original) {
+        const int64_t n = original->ne[0];
+        std::vector<float> row(n);
+        for (int64_t i = 0; i < ggml_nrows(original); ++i) {
+            ggml_fp16_to_fp32_row((const ggml_fp16_t *) original->data + i*n, row.data(), n);
+            ggml_fp32_to_bf16_row(row.data(), (ggml_bf16_t *) tensor->data + i*n, n);
+        }
     }
 };
 

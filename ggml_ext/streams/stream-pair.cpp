@@ -68,7 +68,8 @@ void stream_pair::replace_matrix(const std::string & name, const std::string & t
     for (int & g : kept_group[QUANTIZED]) {
         g = g <= group ? g : 0; // what depends on the matrix is computed again
     }
-    replacements[name] = std::make_unique<replacement>(matrix->second, id, path, layer_of.at(name));
+    auto & added = replacements[name] = std::make_unique<replacement>(matrix->second, id, layer_of.at(name));
+    added->read(path);
 }
 
 // The first group of the layer that uses the matrix, or 0.
@@ -144,10 +145,11 @@ std::function<void()> stream_pair::edit_graph(ggml_cgraph * graph) {
 
 std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     std::map<std::string, ggml_tensor *> weights;
-    if (model == QUANTIZED) {
-        for (const auto & r : replacements) {
-            weights[r.first] = r.second->tensor;
-        }
+    if (model == ORIGINAL) {
+        round_matrices();
+    }
+    for (const auto & r : model == ORIGINAL ? rounded : replacements) {
+        weights[r.first] = r.second->tensor;
     }
     const ggml_ext::layer & current = parts.layers()[layer];
     const auto nodes = parts.nodes(layer);
@@ -174,6 +176,38 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
             ggml_backend_tensor_set(back.seed(), seed.data(), 0, seed.size()*sizeof(float));
         }
     };
+}
+
+// Whether the CPU multiplies BF16 faster than F16.
+static bool has_bf16_products() {
+    const auto reg = ggml_backend_dev_backend_reg(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
+    const auto get = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_get_features");
+    for (const ggml_backend_feature * f = get ? get(reg) : nullptr; f && f->name; ++f) {
+        if (strcmp(f->name, "AVX512_BF16") == 0) {
+            return strcmp(f->value, "1") == 0;
+        }
+    }
+    return false;
+}
+
+void stream_pair::prefer_bf16() { rounds_matrices = has_bf16_products(); }
+
+// Make the BF16 matrices of the layer that the original model's products use in place of F16. The output matrix is used once only.
+void stream_pair::round_matrices() {
+    if (!rounds_matrices || rounded_layer == layer || layer == n_layers) {
+        return;
+    }
+    rounded.clear();
+    rounded_layer = layer;
+    for (const auto & g : parts.layers()[layer].groups) {
+        for (const auto & p : g.products) {
+            const ggml_tensor * w = p.node->src[0];
+            if (w->type == GGML_TYPE_F16 && ggml_is_contiguous(w) && ggml_backend_buffer_is_host(w->buffer)) {
+                auto & added = rounded[w->name] = std::make_unique<replacement>(w, GGML_TYPE_BF16, layer);
+                added->round_from(w);
+            }
+        }
+    }
 }
 
 // Make ggml plan the memory of each graph separately. It reuses the plan of the last graph if both have as many nodes and leafs, of the same

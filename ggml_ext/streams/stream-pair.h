@@ -30,6 +30,9 @@ public:
     // Map the file that arrays are exchanged through.
     void set_exchange(const std::string & path, size_t n_bytes) { exchange = mapping(path, n_bytes, false); }
 
+    // Let the original model's products use BF16 in place of F16 if the CPU is faster with that.
+    void prefer_bf16();
+
     // Declare that the streams are at the input of layer n. Replacements in earlier layers are dropped.
     void enter_layer(int n);
 
@@ -59,6 +62,7 @@ private:
     enum class purpose { layer, full, gradients };
 
     void                  run_layer(int chunk, int model, int end_group);
+    void                  round_matrices();
     void                  separate_plans();
     int                   find_group(const std::string & weight) const;
     void                  keep_values(int group);
@@ -106,6 +110,9 @@ private:
     std::map<std::string, const ggml_tensor *>          matrices;
     std::map<std::string, int>                          layer_of; // -1: token embeddings
     std::map<std::string, std::unique_ptr<replacement>> replacements;
+    std::map<std::string, std::unique_ptr<replacement>> rounded; // of the original model, in BF16
+    int                                                 rounded_layer = -1;
+    bool                                                rounds_matrices = false;
 };
 
 } // namespace ggml_ext

@@ -8,6 +8,7 @@ import string
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -108,6 +109,19 @@ def check_same_inputs(k, g, advance, continued, restarted) -> None:
         pairs = [(a.x, *([a.ids] if a.ids else []), *a.residuals.values()) for a in arrays]
         for one, other in zip(*pairs, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_bf16_changes_the_original_model_little(text, tmp_path):
+    """Weights and inputs are rounded by at most 2^-9 of their values, so a product by 2^-8 of the sum of magnitudes; four follow each other in a
+    layer. The other model keeps F16."""
+    with start_streams(ROOT / "data" / "model-f16.gguf", text, 256, tmp_path) as layer_streams:
+        layer_streams.prefer_bf16()
+        errors = []
+        for k in range(n := len(layer_streams.layers) - 1):
+            layer_streams.enter_layer(k)
+            errors.append(layer_streams.advance())
+    has_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    assert all((error > 0) == has_bf16 for error in errors) and max(errors) < (4 * n * 2**-8) ** 2
 
 
 @pytest.mark.parametrize("architecture", ["llama", *CUT])

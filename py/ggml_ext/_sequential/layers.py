@@ -129,6 +129,7 @@ class SequentialQuantizer:
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
         command = [*self.config.command, "-o", str(directory / "streams")]
         self._streams = streams = self._stack.enter_context(LayerStreams(command, directory))
+        streams.prefer_bf16()
         if streams.no_gradients:
             self.console.note(f"no error feedback between rows: {streams.no_gradients}")
             return
