@@ -13,7 +13,7 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 
 from .._base.console import Console
-from .._base.files import fingerprint
+from .._base.files import fingerprint, lock_directory
 from .._base.package import __version__
 from .._base.signals import StopRequest
 from .._base.threads import map_in_order
@@ -67,7 +67,13 @@ class ErrorMeasurement:
     sensitivity: str  # of SENSITIVITIES
 
     def measure(self, items: Sequence[Item]) -> ErrorCosts:
-        """Measure errors and sensitivities, except those in the cache."""
+        """Measure errors and sensitivities, except those in the cache. One run at a time measures, so that the next ones reuse its results."""
+        if self.directory is None or self.is_dry:
+            return self._measure(items)
+        with lock_directory(self.directory, lambda: self.console.note(f"another run measures in {self.directory}: waiting for it")):
+            return self._measure(items)
+
+    def _measure(self, items: Sequence[Item]) -> ErrorCosts:
         path = None if self.directory is None else self.directory / choice_cache_name(self.file.stem)
         record = ChoiceRecord.read(path, self._list_dependencies())
         if self.importance.matrix is None:

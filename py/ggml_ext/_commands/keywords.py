@@ -56,6 +56,7 @@ class QuantizeKeywords(TypedDict, total=False):
     threads: int | None
     dry_run: bool
     split_max_size: str | None
+    part: str | None
     verify: bool
     report: AnyPath | None
     upload: str | None

@@ -12,7 +12,7 @@ from .._base.option import option
 from .._base.threads import threads_option
 from .._calibration.options import CalibrationOptions
 from .._encode.options import EncoderOptions
-from .._output.parts import parse_split_size
+from .._output.parts import PartNumber, parse_split_size
 from .._report.tables import WARN_ABOVE
 from .._source.source import SourceOptions
 
@@ -72,6 +72,9 @@ class OutputOptions:
     split_max_size: str | None = option(
         None, metavar="N(M|G)", help="split OUT into parts with at most so many bytes of tensors (M: millions), as llama-gguf-split does"
     )
+    part: str | None = option(
+        None, metavar="I/N", help="write only part I of the N parts of OUT; N runs, on any machines, write a split model"
+    )
     verify: bool = option(False, in_command=False, help="read the output back, compare it and run one token before renaming it to OUT")
     report: Path | None = option(
         None, metavar="FILE", in_command=False, help="write types, sizes, errors and checksums of all tensors to this JSON file"
@@ -86,7 +89,11 @@ class OutputOptions:
 
     @property
     def is_split(self) -> bool:
-        return self.split_max_size is not None
+        return self.split_max_size is not None or self.part is not None
+
+    @property
+    def part_number(self) -> PartNumber | None:
+        return None if self.part is None else PartNumber.parse(self.part)
 
     @property
     def max_bytes(self) -> int | None:
@@ -94,7 +101,10 @@ class OutputOptions:
         return None if self.split_max_size is None else parse_split_size(self.split_max_size)
 
     def check(self) -> None:
-        """Raise UserError for options that contradict --dry-run."""
+        """Raise UserError for options that contradict --dry-run or --part."""
+        for flag, value in (("split-max-size", self.split_max_size), ("model-card", self.model_card), ("upload", self.upload)):
+            if self.part_number is not None and value is not None:
+                raise UserError(f"--{flag}: --part writes one part, and this is for the complete model; drop one of them")
         for flag, is_given in (("verify", self.verify), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
             if self.is_dry and is_given:
                 raise UserError(f"--{flag}: --dry-run writes nothing; drop one of them")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from gguf import GGMLQuantizationType
 
 from .._allocation.allocation import Allocation, add_needed_low_types, allocate_types, allocate_without_measuring
 from .._allocation.error_measurement import ErrorMeasurement
@@ -28,19 +25,20 @@ from .._encode.accuracy import NAMES_KEY, VALUES_KEY, MeasuredTensor, epsilon_me
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.column_scales import ColumnScales, ScaledFile
-from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, pack_header, string_value, uint32_value
-from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_output
-from .._formats.split import SPLIT_KEYS
+from .._formats.gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
+from .._formats.names import describe_tensors
+from .._formats.split import PARTS_KEY, SPLIT_KEYS
 from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, HINT
 from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, upstream_metadata, write_beside
-from .._output.output import Output
-from .._output.parts import part_metadata
+from .._output.other_parts import DEPENDENCY, digest_dependencies
+from .._output.parts import PartNumber, part_metadata
 from .._plan.effects import report_options_without_effect
 from .._plan.imatrix_use import assign_imatrix, check_imatrix_types
+from .._plan.partition import select_part
 from .._plan.plan import Choices, QuantizationPlan, check_fallbacks
-from .._plan.planning import check_model, make_plan
+from .._plan.planning import make_plan
 from .._plan.uses import GraphUses
 from .._report.card import Card, describe_importance
 from .._report.results import Result, TensorResult, Totals
@@ -49,45 +47,14 @@ from .._sequential.errors import KEY as STREAM_KEY
 from .._sequential.errors import stream_metadata
 from .._sequential.estimate import configure_propagation
 from .._sequential.layers import PropagationConfig, SequentialQuantizer, check_cut
-from .._source.source import list_input_files, open_source, reserve_kept_gguf
 from .estimate import Estimate, estimate
+from .opening import OpenedModel, open_model, plan_of_part
 from .settings import Settings
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
 SKIPPING = f"skipping {FLAG} (implied by --effort best)"
 PART_HEADER = 1024  # bytes of the header of a later part, without the names of its tensors
-
-
-@dataclass(frozen=True)
-class OpenedModel:
-    """The model, and the locked output."""
-
-    file: GGUFFile
-    paths: ReservedPaths
-    output: Output | None  # None in a dry run
-    checkpoint: dict[str, Any] | None = None  # as in OpenedSource
-
-    def plan_parts(self, plan: QuantizationPlan, settings: Settings, candidates: Mapping[str, Sequence[GGMLQuantizationType]]) -> None:
-        """Assign tensors to the parts of OUT, and check the free space.
-
-        Args:
-            plan: the tensors and their types.
-            settings: of the run.
-            candidates: by tensor, the types that allocation may choose; the smallest counts.
-        """
-        if self.output is None:
-            return
-        sizes = [min(t.tensor.bytes_as(q) for q in candidates.get(t.name, [t.type])) for t in plan.tensors]
-        above = settings.choices.fallback_above
-        self.output.plan_parts(
-            sizes,
-            n_header=header_bytes(self.file),
-            alignment=self.file.alignment,
-            max_bytes=settings.output.max_bytes,
-            describe_input=self.paths.describe_input,
-            largest=None if above is None else [max(possible.values()) for possible in plan.possible_sizes(above)],
-        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +69,7 @@ class QuantizationJob:
     allocation: Allocation | None = None  # with a target
     propagation_config: PropagationConfig | None = None
     options: str = ""  # those that determine the bytes
+    model_plan: QuantizationPlan | None = None  # with --part: that of the complete model
 
 
 def quantize(settings: Settings, console: Console) -> Result:
@@ -112,6 +80,7 @@ def quantize(settings: Settings, console: Console) -> Result:
         with model.file.explain_errors():
             job = plan_job(settings, model, console)
             report_plan(job.plan, console)
+            job = select_job(settings, job, console)
             if model.output is None:
                 return report_dry_run(settings, job, console)
             if not console.quiet and (expected := estimate_time(settings, job)):
@@ -124,6 +93,26 @@ def quantize(settings: Settings, console: Console) -> Result:
     return result
 
 
+def select_job(settings: Settings, job: QuantizationJob, console: Console) -> QuantizationJob:
+    """Select the tensors of --part, and say which they are; without the option return the job.
+
+    Raises:
+        UserError: the metadata, which are in the first part, would need errors of all parts.
+    """
+    number, plan = settings.output.part_number, job.plan
+    if number is None:
+        return job
+    if names := [t.name for t in plan.changed if t.type == DITTO3]:
+        raise UserError(f"--part: {describe_tensors(names)}: the first part would have the largest errors of all ditto3 tensors: choose another type")
+    part = select_part(plan, number.number, number.count)
+    path, tensors = number.path(settings.output.path or Path("OUT.gguf")), part.plan.tensors
+    console.report(
+        f"part {number.number} of {number.count}: {path.name}, tensors {part.first + 1:,} to {part.first + len(tensors):,} of "
+        f"{len(plan.tensors):,} ({tensors[0].name} to {tensors[-1].name}), {part.share:.1%} of the work; the largest part has {part.largest:.1%}"
+    )
+    return replace(job, plan=part.plan, model_plan=plan)
+
+
 def prepare_upload(settings: Settings, console: Console) -> Destination | None:
     """Create the repository of --upload before the long work; return None without the option."""
     if settings.output.upload is None:
@@ -131,41 +120,6 @@ def prepare_upload(settings: Settings, console: Console) -> Destination | None:
     destination = Destination(settings.output.upload, settings.source.hf_token, False, None, console)
     destination.prepare()
     return destination
-
-
-def reserve_paths(settings: Settings, inputs: Mapping[Path, str], stem: str, is_again: bool = False) -> ReservedPaths:
-    """Reserve the files that are read and written. UserError if an output may not be written.
-
-    Args:
-        settings: of the run.
-        inputs: of ReservedPaths.
-        stem: of the model.
-        is_again: the model is open by now, and the file of --keep-gguf exists.
-    """
-    output = settings.output
-    paths = ReservedPaths(inputs, stem, output.is_split)
-    if not output.is_dry:
-        paths = reserve_output(paths, output.path, output.force)
-    if not is_again:
-        paths = reserve_kept_gguf(settings.source.keep_gguf, paths)
-    for flag, path in (("--report", output.report), ("--model-card", output.model_card)):
-        paths = paths if path is None else reserve_file(flag, path, paths, output.force)
-    return paths
-
-
-def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack) -> OpenedModel:
-    """Open the model and lock OUT until the stack is closed."""
-    source, options = settings.source, settings.calibration
-    inputs = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
-    paths = reserve_paths(settings, inputs, source.expected_stem)
-    out = paths.out
-    output = None if out is None else stack.enter_context(Output(out, settings.output.force, settings.output.is_split))
-    opened = stack.enter_context(open_source(source, out, console))
-    file = opened.file
-    inputs = {**paths.inputs, **{part.path: "IN" for part in file.parts}}
-    paths = reserve_paths(settings, inputs, file.stem, is_again=True)
-    check_model(file)
-    return OpenedModel(file, paths, output, opened.checkpoint)
 
 
 def plan_job(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
@@ -185,7 +139,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
         if not is_dry:
             check_encoders(codec, plan, choices.fallback_above is not None)
         model.plan_parts(plan, settings, {})
-        check_source(model.file, plan, codec, console, n_threads=settings.n_threads, candidates={})
+        check_source(model.file, plan_of_part(plan, settings), codec, console, n_threads=settings.n_threads, candidates={})
         config = prepare_propagation(plan, settings, model, console)
         importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
         importance.scales = choose_scales(settings, model, plan, importance, console)
@@ -242,7 +196,8 @@ def plan_job_for_target(
     items = make_items(target, plan, choices, codec)
     add_needed_low_types(target, file, plan, items, codec)
     candidates = {item.planned.name: item.types for item in items}
-    check_source(file, plan, codec, console, n_threads=settings.n_threads, candidates=candidates)
+    if settings.output.part is None:
+        check_source(file, plan, codec, console, n_threads=settings.n_threads, candidates=candidates)
     allocation, scales = allocate_without_measuring(target, file, plan, items), ColumnScales()
     importance = Importance(description="none (nothing to encode)")
     if allocation is None:
@@ -268,6 +223,8 @@ def plan_job_for_target(
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
+    if settings.output.part is not None:  # the types decide which tensors the part has
+        check_source(file, plan_of_part(plan, settings), codec, console, n_threads=settings.n_threads, candidates={})
     config = prepare_propagation(plan, settings, model, console)
     importance.scales = scales  # errors were measured without them
     return QuantizationJob(file, plan, choices, codec, importance, allocation, propagation_config=config)
@@ -333,12 +290,12 @@ def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPl
     for t in plan.tensors:
         types = candidates.get(t.name, [t.type])
         tensors.append(MeasuredTensor(replace(t, type=DITTO3 if DITTO3 in types else types[0])))
-    propagates, max_bytes = settings.calibration.propagates, settings.output.max_bytes
+    propagates, max_bytes, part = settings.calibration.propagates, settings.output.max_bytes, settings.output.part_number
     options = settings.describe_options({q for types in candidates.values() for q in types}, propagates)
     errors = error_metadata(file, tensors, propagates)
     metadata = output_metadata(file, settings.choices, options, importance, errors)
     header = pack_header(metadata, [t.tensor for t in plan.tensors], [t.type for t in plan.tensors], file.alignment)
-    n_parts = 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
+    n_parts = part.count if part else 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
     return len(header) + n_parts * (PART_HEADER + file.alignment)
 
 
@@ -373,18 +330,26 @@ class QuantizeWritingJob(WritingJob):
 
     def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
         file, job, parts = self.conversion.file, self.job, self.output.parts
-        errors = error_metadata(file, tensors, job.propagation_config is not None)
+        model_plan = job.model_plan or job.plan
+        all_tensors = tensors if job.model_plan is None else [MeasuredTensor(t) for t in model_plan.tensors]
+        errors = error_metadata(file, all_tensors, job.propagation_config is not None)
         metadata = output_metadata(file, job.choices, job.options, job.importance, errors)
+        if self.part:
+            metadata[PARTS_KEY] = string_value(PARTS_KEY, to_json(self.digests))
         headers = []
-        for n, part in enumerate(parts):
+        for n, part in enumerate(parts, 1):
             planned = job.plan.tensors[part.first : part.last]
-            keys = part_metadata(metadata, parts, n) if self.output.is_split else metadata
+            number = self.part or (PartNumber(n, len(parts)) if self.output.is_split else None)
+            keys = part_metadata(metadata, number, len(model_plan.tensors)) if number else metadata
             headers.append(pack_header(keys, [t.tensor for t in planned], [t.type for t in planned], file.alignment))
         return headers
 
     def list_dependencies(self, headers: Sequence[bytes]) -> dict:
         hashes = [hashlib.sha256(header).hexdigest() for header in headers]
-        return self.conversion.list_dependencies(options=[self.job.choices.name, self.job.options, self.max_bytes], metadata=hashes)
+        part = {DEPENDENCY: self.digests} if self.part else {}
+        return self.conversion.list_dependencies(
+            options=[self.job.choices.name, self.job.options, self.max_bytes], metadata=hashes, **part
+        )
 
 
 def prepare_writing(
@@ -392,7 +357,7 @@ def prepare_writing(
 ) -> QuantizeWritingJob:
     """Prepare writing. The stack closes what this opens."""
     assert model.output is not None
-    quantizer = None
+    part, quantizer = settings.output.part_number, None
     if job.propagation_config is not None:
         console.note(job.propagation_config.description)
         quantizer = stack.enter_context(SequentialQuantizer(
@@ -417,6 +382,8 @@ def prepare_writing(
         is_verified=settings.output.verify,
         job=job,
         max_bytes=settings.output.max_bytes,
+        part=part,
+        digests={} if part is None else digest_dependencies(conversion, job.model_plan or job.plan, part.count, f"{job.choices.name} {job.options}"),
     )
 
 

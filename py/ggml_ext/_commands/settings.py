@@ -59,6 +59,7 @@ class Settings:
         if types.fallback_above is not None and options.calibration.propagate:
             raise UserError("--propagate and --fallback-above: pass one of them")
         types.check()
+        check_part(options)
         n_threads = check_threads(options.threads)
         is_implied = options.calibration.propagate is None and options.encoder.effort == "best"
         excludes = options.calibration.excludes_propagate or ("--fallback-above" if types.fallback_above is not None else "")
@@ -96,6 +97,20 @@ class Settings:
         else:
             types = [] if self.choices.file_type.is_upstream else [t.type for t in plan.changed]
         return importance.kind in ("block", "full") and self.calibration.runs_model and any(map(type_info, types))
+
+
+def check_part(options: QuantizeOptions) -> None:
+    """Raise UserError if --part would depend on what one machine calibrates."""
+    calibration = options.calibration
+    if options.output.part is None:
+        return
+    if calibration.propagate:
+        raise UserError("--part and --propagate: pass one of them; sequential quantization takes the layers in order, on one machine")
+    if calibration.imatrix is None and calibration.runs_model and calibration.kind != "none":
+        raise UserError(
+            "--part: all parts need the same calibration: make its file once with llama-imatrix --moments full and pass it with --imatrix, or pass "
+            "--no-calibration"
+        )
 
 
 def choose_target(types: TypeOptions) -> Target | None:

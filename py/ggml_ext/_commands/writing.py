@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._base.console import Console
 from .._encode.accuracy import MeasuredTensor
 from .._output.conversion import Conversion
+from .._output.other_parts import check_other_parts
 from .._output.output import Output
+from .._output.parts import PartNumber
 from .._output.verify import run_once, verify
 from .._output.writer import write_tensors
 from .._plan.plan import QuantizationPlan
@@ -47,6 +49,8 @@ class WritingJob(ABC):
     title: str
     lines: Sequence[str] = field(default_factory=list)  # to print per tensor; may be empty
     is_verified: bool = False
+    part: PartNumber | None = None  # of --part; other runs write the other parts
+    digests: Mapping[str, str] = field(default_factory=dict)  # of --part: digest_dependencies()
 
     @abstractmethod
     def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
@@ -65,6 +69,7 @@ class WritingJob(ABC):
         """Write OUT, or resume an interrupted run."""
         started, output, conversion = time.monotonic(), self.output, self.conversion
         plan = conversion.plan
+        check_other_parts(output.path, self.digests)
         headers = self.pack_headers([MeasuredTensor(t) for t in plan.tensors])
         possible = plan.possible_sizes(conversion.fallback_above)
         output.begin(self.list_dependencies(headers), headers, possible, console.note)
@@ -81,7 +86,8 @@ class WritingJob(ABC):
         if self.is_verified:
             verify(output, headers, conversion, console)
         conversion.check_unchanged()
-        was_run = self.is_verified and run_once(output, conversion.file, console)
+        was_run = self.is_verified and self.part is None and run_once(output, conversion.file, console)
+        check_other_parts(output.path, self.digests)  # again: they may have begun after this one
         output.publish()
         return WrittenFile(
             paths=[part.path for part in output.parts],

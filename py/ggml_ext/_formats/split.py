@@ -11,7 +11,9 @@ from .._base.errors import UserError
 from .gguf_file import GGUFFile, Tensor
 
 PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-NUMBER_KEY, COUNT_KEY, TENSORS_KEY = SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+PARTS_KEY = "ggml_ext.parts"  # what a part of --part was made from
+NUMBER_KEY, COUNT_KEY, TENSORS_KEY, _ = SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count", PARTS_KEY)
+MAX_PARTS = 65535  # split.count has 16 bits
 
 
 def part_name(prefix: str, n: int, count: int) -> str:

@@ -111,8 +111,8 @@ class Output:
             self._lock()
         try:
             self.check_absent()  # again: another run may have written it before the lock
-        except UserError:
-            self._close()
+        except UserError as e:
+            self.__exit__(type(e), e, None)
             raise
         return self
 

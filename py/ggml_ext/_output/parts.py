@@ -13,7 +13,7 @@ from pathlib import Path
 from .._base.errors import UserError
 from .._base.files import partial_path
 from .._formats.gguf_file import KeyValue, int32_value, uint16_value
-from .._formats.split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
+from .._formats.split import COUNT_KEY, MAX_PARTS, NUMBER_KEY, PARTS_KEY, TENSORS_KEY, part_name
 
 
 def parse_split_size(text: str) -> int:
@@ -22,6 +22,26 @@ def parse_split_size(text: str) -> int:
     if not match or not int(match[1]):
         raise UserError(f"--split-max-size: got {text!r}, must be a number above 0 and M (1,000,000 bytes) or G, such as 2G")
     return int(match[1]) * 10 ** {"M": 6, "G": 9}[match[2]]
+
+
+@dataclass(frozen=True)
+class PartNumber:
+    """The value I/N of --part: which part of a split model a run writes."""
+
+    number: int  # from 1
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> PartNumber:
+        """Parse I/N. Raise UserError if it is malformed or out of range."""
+        match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]) <= MAX_PARTS:
+            raise UserError(f"--part: got {text!r}, must be I/N with I from 1 to N and N up to {MAX_PARTS:,}, such as 2/5")
+        return cls(int(match[1]), int(match[2]))
+
+    def path(self, model: Path) -> Path:
+        """Return the path of the part. model: OUT."""
+        return model.with_name(part_name(model.name.removesuffix(".gguf"), self.number, self.count))
 
 
 @dataclass(frozen=True)
@@ -63,10 +83,13 @@ def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list
     ]
 
 
-def part_metadata(metadata: dict[str, KeyValue], parts: list[Part], n: int) -> dict[str, KeyValue]:
-    """Return the metadata of part n of a split model: all in the first part, those that the loader needs in the others."""
-    part_keys = [uint16_value(NUMBER_KEY, n), uint16_value(COUNT_KEY, len(parts)), int32_value(TENSORS_KEY, parts[-1].last)]
-    shared = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
+def part_metadata(metadata: dict[str, KeyValue], part: PartNumber, n_tensors: int) -> dict[str, KeyValue]:
+    """Return the metadata of a part: all in the first one; in the others what the loader and --part need.
+
+    metadata: of the model; n_tensors: in all parts.
+    """
+    part_keys = [uint16_value(NUMBER_KEY, part.number - 1), uint16_value(COUNT_KEY, part.count), int32_value(TENSORS_KEY, n_tensors)]
+    shared = metadata if part.number == 1 else {k: kv for k, kv in metadata.items() if k in ("general.alignment", PARTS_KEY)}
     return shared | {kv.key: kv for kv in part_keys}
 
 
