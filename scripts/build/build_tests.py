@@ -110,6 +110,9 @@ def main() -> None:
             continue
         if name == "package":
             find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
+            find_programs(system_packages.PARALLEL, "the test of GNU parallel will be skipped")
+            if args.nightly:
+                find_programs(system_packages.SLURM, "the test of Slurm will be skipped")
         options, directory, target = steps[name]
         if name == "vulkan":
             options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)
