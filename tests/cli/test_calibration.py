@@ -299,30 +299,31 @@ def test_concurrent_calibrations_run_once(workspace, monkeypatch):
     assert "waiting" not in err and len(workspace.runs()) == 1
 
 
-# --- full Hessians
+# --- passes
 
-LAYER_BYTES = 4 * (256 * 257 // 2 + 256 + 512 * 513 // 2 + 512)
+LAYER_BYTES = {"full": 4 * (256 * 257 // 2 + 256 + 512 * 513 // 2 + 512), "block": 4 * (3 * (256 * 257 // 2) + 256 + 512)}
 
 
-def memory_for(workspace, n_layers: float) -> str:
+def memory_for(workspace, n_layers: float, kind: str = "full") -> str:
     """Return --memory for the model and a number of layers."""
-    return repr((workspace.model.stat().st_size + n_layers * LAYER_BYTES) / GIB)
+    return repr((workspace.model.stat().st_size + n_layers * LAYER_BYTES[kind]) / GIB)
 
 
 @pytest.mark.slow
-def test_full_hessians_are_collected_in_passes(workspace, monkeypatch, lib):
-    """Each pass has as many layers as fit; finished passes survive a failure; all layers get full Hessians."""
+@pytest.mark.parametrize("kind", ["full", "block"])
+def test_hessians_are_collected_in_passes(workspace, monkeypatch, lib, kind):
+    """Each pass has as many layers as fit; finished passes survive a failure; all layers get their Hessians."""
     spy = Spy(monkeypatch, lib)
-    flags = ["--importance", "full", "--memory", memory_for(workspace, 2.5)]
+    flags = ["--importance", kind, "--memory", memory_for(workspace, 2.5, kind)]
     monkeypatch.setenv("FAKE_IMATRIX_DO", "fail 2-3")
     _, err = workspace.run(*flags, code=1, type_name="itq3_t")
     assert "2 passes over layers" in err and "exited with 3" in err
     monkeypatch.delenv("FAKE_IMATRIX_DO")
-    _, err = workspace.run("--importance", "full", "--memory", memory_for(workspace, 1.5), code=0, type_name="itq3_t")
+    _, err = workspace.run("--importance", kind, "--memory", memory_for(workspace, 1.5, kind), code=0, type_name="itq3_t")
     assert "reusing 1 finished passes over layers" in err
     assert [r.get("--layers") for r in workspace.runs()] == ["0-1", "2-3", "2-2", "3-3"]
-    assert len(spy.metrics) == len(MATRICES) and all(whole for _, _, whole, _ in spy.metrics)
-    assert workspace.fields()["ggml_ext.importance"] == "full"
+    assert len(spy.metrics) == len(MATRICES) and {whole for _, _, whole, _ in spy.metrics} == {kind == "full"}
+    assert workspace.fields()["ggml_ext.importance"] == kind
     _, err = workspace.run(*flags, type_name="itq3_t")
     assert len(workspace.runs()) == 4 and "3 finished passes" in err
 

@@ -1,6 +1,6 @@
 """Calibration: run llama-imatrix on the model, and cache the result next to the output for the next type.
 
-The cache is MODEL.imatrix.gguf, a usual imatrix, and MODEL.imatrix.json, the record of its inputs. Full Hessians that exceed the memory are
+The cache is MODEL.imatrix.gguf, a usual imatrix, and MODEL.imatrix.json, the record of its inputs. Hessians that exceed the memory are
 collected in passes over ranges of layers, one file each.
 """
 
@@ -114,8 +114,10 @@ class CalibrationRun(CalibrationSetup):
 
     @property
     def needs_passes(self) -> bool:
-        """Whether the Hessians of all layers at once exceed the memory."""
-        return self.kind == "full" and self.memory_needed() > self.memory_limit
+        """Whether the Hessians of all layers at once exceed the memory. Without room for those of one layer, block-diagonal ones take one pass."""
+        if self.kind == "diagonal" or self.memory_needed() <= self.memory_limit:
+            return False
+        return self.kind == "full" or all(self.memory_needed([layer]) <= self.memory_limit for layer in self.cost.layers)
 
     def describe(self, passes: Sequence[Layers]) -> str:
         """Describe the run, with the estimated time of a pass and the memory of the largest one."""
@@ -229,10 +231,10 @@ class PassPlan:
 
 
 def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> PassPlan:
-    """Plan the passes: one over all layers, or, if full Hessians exceed the memory, ranges of layers without those already finished."""
+    """Plan the passes: one over all layers, or, if the Hessians exceed the memory, ranges of layers without those already finished."""
     if run.needs_passes:
         finished, missing_layers = find_finished_passes(run, dependencies)
-        to_run = split_layers(run.cost, missing_layers, run.memory_limit)
+        to_run = split_layers(run.cost, missing_layers, run.memory_limit, run.kind)
         if finished:
             console.note(f"reusing {len(finished)} finished passes over layers, such as {finished[0]}")
         return PassPlan(to_run, finished)
@@ -381,7 +383,7 @@ def prepare(
         return PreparedImportance(run.open_results(calibrate(run, console)))
     if directory is not None and (cached := run.open_cache()) is not None:
         return PreparedImportance(cached)
-    passes: Sequence[Layers] = split_layers(run.cost, run.cost.layers, run.memory_limit) if run.needs_passes else [None]
+    passes: Sequence[Layers] = split_layers(run.cost, run.cost.layers, run.memory_limit, run.kind) if run.needs_passes else [None]
     importance = Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}", full_columns=full_columns)
     return PreparedImportance(importance, is_pending=True)
 

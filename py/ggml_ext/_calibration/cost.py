@@ -190,14 +190,14 @@ def find_lack(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: in
     return ""
 
 
-def split_layers(cost: CalibrationCost, layers: list[int], memory: float) -> list[list[int]]:
-    """Split layers into ranges whose full Hessians fit into memory with the model. Raise UserError if a single layer does not fit."""
+def split_layers(cost: CalibrationCost, layers: list[int], memory: float, kind: str) -> list[list[int]]:
+    """Split layers into ranges whose Hessians of a kind fit into memory with the model. Raise UserError if full ones of a single layer do not."""
     passes: list[list[int]] = []
     for layer in layers:
-        if passes and passes[-1][-1] == layer - 1 and cost.n_bytes + cost.hessian_bytes("full", [*passes[-1], layer]) <= memory:
+        if passes and passes[-1][-1] == layer - 1 and cost.n_bytes + cost.hessian_bytes(kind, [*passes[-1], layer]) <= memory:
             passes[-1].append(layer)
             continue
-        needed = cost.n_bytes + cost.hessian_bytes("full", [layer])
+        needed = cost.n_bytes + cost.hessian_bytes(kind, [layer])
         if needed > memory:
             block = cost.n_bytes + cost.hessian_bytes("block")
             raise UserError(

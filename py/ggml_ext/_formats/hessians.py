@@ -350,15 +350,22 @@ class HessianFile:
 
 @dataclass(frozen=True)
 class HessianUse:
-    """The Hessian that matrices are encoded under: its columns, those of the matrix, and tokens (of the median expert)."""
+    """The Hessian that matrices are encoded under: its columns, those of the matrix, and tokens (of the median expert).
+
+    n_experts: 1 for other matrices; fewest: tokens of the expert with the fewest; n_unseen: experts without tokens.
+    """
 
     width: int
     n_columns: int
     tokens: float
+    n_experts: int = 1
+    fewest: float = 0
+    n_unseen: int = 0
 
     @classmethod
     def of(cls, hessian: TensorHessian) -> HessianUse:
-        return cls(hessian.width, hessian.n_columns, float(np.median(hessian.counts)))
+        counts = hessian.counts
+        return cls(hessian.width, hessian.n_columns, float(np.median(counts)), len(counts), float(counts.min()), int(np.count_nonzero(counts == 0)))
 
     @property
     def is_full(self) -> bool:

@@ -99,8 +99,9 @@ def _dead_line(dead: Mapping[str, DeadColumns]) -> list[str]:
 
 def hessian_record(uses: Mapping[str, HessianUse]) -> dict:
     """Return the Hessian of each class of tensors for JSON."""
+    experts = _experts_by_class(uses)
     return {
-        name: {"columns": use.width, "is_full": use.is_full, "tokens_per_column": round(use.tokens_per_column, 2)}
+        name: {"columns": use.width, "is_full": use.is_full, "tokens_per_column": round(use.tokens_per_column, 2), **experts.get(name, {})}
         for name, use in _hessians_by_class(uses).items()
     }
 
@@ -121,6 +122,32 @@ def _hessian_line(uses: Mapping[str, HessianUse]) -> list[str]:
         groups.setdefault(f"full ({columns}, {tokens})" if use.is_full else f"blocks of {columns} ({tokens})", []).append(name)
     lines = [f"{kind} of {', '.join(names)}" for kind, names in groups.items()]
     return [f"{'' if i else 'Hessians    =':<13} {line}" for i, line in enumerate(lines)]
+
+
+def _experts_by_class(uses: Mapping[str, HessianUse]) -> dict[str, dict[str, int]]:
+    """Return the experts of all layers, by class: their number, tokens of the one with the fewest and of the median, and those without tokens."""
+    classes: dict[str, list[HessianUse]] = {}
+    for name, use in uses.items():
+        if use.n_experts > 1:
+            classes.setdefault(short_class(name), []).append(use)
+    return {
+        name: {
+            "experts": sum(u.n_experts for u in layers),
+            "fewest_tokens": round(min(u.fewest for u in layers)),
+            "median_tokens": round(min(u.tokens for u in layers)),  # of the layer with the fewest, as in the line of Hessians
+            "experts_without_tokens": sum(u.n_unseen for u in layers),
+        }
+        for name, layers in classes.items()
+    }
+
+
+def _expert_line(uses: Mapping[str, HessianUse]) -> list[str]:
+    """Format "experts     = fewest 3 tokens, median 1,067, 12 of 22,272 without, in ffn_gate_exps, ffn_up_exps", with a line for other tokens."""
+    groups: dict[str, list[str]] = {}
+    for name, experts in _experts_by_class(uses).items():
+        n, fewest, median, unseen = experts.values()
+        groups.setdefault(f"fewest {fewest:,} tokens, median {median:,}, {unseen:,} of {n:,} without", []).append(name)
+    return [f"{'' if i else 'experts     =':<13} {tokens}, in {', '.join(names)}" for i, (tokens, names) in enumerate(groups.items())]
 
 
 def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
@@ -179,6 +206,7 @@ def summary(
         f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
         f"importance  = {importance}",
         *_hessian_line(hessians),
+        *_expert_line(hessians),
         *_dead_line(dead),
     ]
     if tensors is not None:
