@@ -6,6 +6,7 @@ A fake llama-imatrix runs, except in the last tests.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -309,6 +310,10 @@ def memory_for(workspace, n_layers: float, kind: str = "full") -> str:
     return repr((workspace.model.stat().st_size + n_layers * LAYER_BYTES[kind]) / GIB)
 
 
+def read_data(path) -> dict[str, bytes]:
+    return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "block"])
 def test_hessians_are_collected_in_passes(workspace, monkeypatch, lib, kind):
@@ -326,6 +331,11 @@ def test_hessians_are_collected_in_passes(workspace, monkeypatch, lib, kind):
     assert workspace.fields()["ggml_ext.importance"] == kind
     _, err = workspace.run(*flags, type_name="itq3_t")
     assert len(workspace.runs()) == 4 and "3 finished passes" in err
+    before, one = read_data(workspace.out), workspace.cache.with_suffix(".layers-2-2.gguf")
+    workspace.run("--importance", kind, "--imatrix", one, type_name="itq3_t")
+    assert read_data(workspace.out) == before
+    shutil.copy(one, one.with_name(one.name.replace("2-2", "1-2")))
+    workspace.error("layers-0-1.gguf and ", "layers-1-2.gguf have the Hessians of the same layers", flags=["--imatrix", one, "--force"], type_name="itq3_t")
 
 
 def test_missing_memory_for_full_hessians_is_refused(workspace):

@@ -25,7 +25,7 @@ from .._base.memory import available_memory
 from .._base.package import PACKAGE_DIR
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
-from .._formats.cache_names import imatrix_cache_name
+from .._formats.cache_names import find_passes, imatrix_cache_name
 from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.tensor_types import uses_metric
@@ -371,7 +371,7 @@ def prepare(
         UserError: the options, the text, the model or the memory do not allow it, or llama-imatrix fails.
     """
     if options.kind != "none" and options.imatrix is not None:
-        return PreparedImportance(open_importance([options.imatrix], options.kind))
+        return PreparedImportance(open_importance(find_passes(options.imatrix), options.kind))
     types = list_types_using_imatrix(plan)
     program = _find_program(options, types, console)
     if program is None:
