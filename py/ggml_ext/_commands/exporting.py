@@ -39,7 +39,7 @@ from .._plan.planning import check_model
 from .._plan.rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 from .._report.card import Card, describe_importance, recorded_importance
 from .._report.results import Result, TensorResult, Totals
-from .._report.tables import summary, tensor_lines
+from .._report.tables import calibration_lines, summary, tensor_lines
 from .._source.source import list_input_files
 from .writing import WritingJob, WrittenFile, report_plan
 
@@ -206,9 +206,7 @@ def export(settings: ExportSettings, console: Console) -> Result:
         lines = tensor_lines(plan, terminal_width()) if console.details else []
         check_source(file, plan, conversion.codec, console, n_threads=settings.n_threads, candidates={})
         if output is None:
-            table = summary(
-                plan, choices, terminal_width(), importance=importance.describe(), dead=conversion.dead_columns(), hessians=conversion.hessian_uses()
-            )
+            table = summary(plan, choices, terminal_width(), calibration=describe_calibration(conversion))
             console.report("\n".join([*lines, table]))
             return Result.make(
                 map(TensorResult.make, plan.tensors), Totals.compute(plan), type=choices.name, options="", importance=importance.describe(),
@@ -225,6 +223,10 @@ def export(settings: ExportSettings, console: Console) -> Result:
         header = pack_header(metadata, file.tensors, [t.type for t in plan.tensors], file.alignment)
         writing = ExportWritingJob(output, conversion, choices.name, lines, header=header)
         return report_result(settings, writing, writing.write(console), console)
+
+
+def describe_calibration(conversion: Conversion) -> list[str]:
+    return calibration_lines(conversion.importance.describe(), conversion.dead_columns(), conversion.hessian_uses())
 
 
 def reserve_paths(options: ExportOptions) -> ReservedPaths:
@@ -259,8 +261,7 @@ def report_result(settings: ExportSettings, writing: ExportWritingJob, written: 
     options, choices, path = settings.options, settings.choices, writing.output.path
     file, plan, importance = writing.conversion.file, writing.conversion.plan, writing.conversion.importance
     table = summary(
-        plan, choices, terminal_width(), importance=importance.describe(), tensors=written.tensors, seconds=written.seconds,
-        dead=writing.conversion.dead_columns(), hessians=writing.conversion.hessian_uses(),
+        plan, choices, terminal_width(), calibration=describe_calibration(writing.conversion), tensors=written.tensors, seconds=written.seconds
     )
     console.report("\n".join([table, *cost_lines(written.tensors)]))
     if options.model_card is not None:

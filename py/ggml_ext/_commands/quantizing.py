@@ -42,7 +42,7 @@ from .._plan.planning import make_plan
 from .._plan.uses import GraphUses
 from .._report.card import Card, describe_importance
 from .._report.results import Result, TensorResult, Totals
-from .._report.tables import error_warnings, hessian_record, summary, tensor_lines
+from .._report.tables import calibration_lines, error_warnings, hessian_record, summary, tensor_lines
 from .._sequential.errors import KEY as STREAM_KEY
 from .._sequential.errors import stream_metadata
 from .._sequential.estimate import configure_propagation
@@ -398,7 +398,7 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
     lines = tensor_lines(plan, width) if console.details else []
     expected = estimate_time(settings, job)
     dead, hessians = job.importance.dead_columns(plan), job.importance.hessian_uses(plan)
-    lines.append(summary(plan, job.choices, width, importance=importance_text, allocation=job.allocation, dead=dead, hessians=hessians))
+    lines.append(summary(plan, job.choices, width, allocation=job.allocation, calibration=calibration_lines(importance_text, dead, hessians)))
     times = ([expected.describe()] if expected else []) + ([job.propagation_config.description] if job.propagation_config else [])
     console.report("\n".join([*lines, *times]))
     tensors, totals = [TensorResult.make(t) for t in plan.tensors], Totals.compute(plan, allocation=job.allocation)
@@ -419,8 +419,8 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
         console.warn(warning)
     dead, hessians = writing.conversion.dead_columns(), writing.conversion.hessian_uses()
     console.report(summary(
-        plan, job.choices, terminal_width(), importance=importance_text, tensors=written.tensors, seconds=written.seconds, allocation=job.allocation,
-        dead=dead, hessians=hessians,
+        plan, job.choices, terminal_width(), calibration=calibration_lines(importance_text, dead, hessians), tensors=written.tensors, seconds=written.seconds,
+        allocation=job.allocation,
     ))
     if output.verify:
         run = "; one token run" if written.was_run else ""

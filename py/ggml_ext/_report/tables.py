@@ -181,9 +181,20 @@ def _fallback_outcomes(plan: QuantizationPlan) -> list[str]:
     return lines
 
 
+def calibration_lines(importance: str, dead: Mapping[str, DeadColumns], hessians: Mapping[str, HessianUse]) -> list[str]:
+    """Format the part of the summary about calibration.
+
+    Args:
+        importance: describes the statistics.
+        dead: dead columns by tensor.
+        hessians: by tensor.
+    """
+    return [f"importance  = {importance}", *_hessian_line(hessians), *_expert_line(hessians), *_dead_line(dead)]
+
+
 def summary(
-    plan: QuantizationPlan, choices: TypeChoices, width: int, *, importance: str, tensors: Sequence[MeasuredTensor] | None = None,
-    seconds: float = 0, allocation: Allocation | None = None, dead: Mapping[str, DeadColumns], hessians: Mapping[str, HessianUse],
+    plan: QuantizationPlan, choices: TypeChoices, width: int, *, calibration: Sequence[str], tensors: Sequence[MeasuredTensor] | None = None,
+    seconds: float = 0, allocation: Allocation | None = None,
 ) -> str:
     """Summarize a run: tables by class and type, totals, and the outcome.
 
@@ -191,12 +202,10 @@ def summary(
         plan: the tensors and their types.
         choices: the options that choose types.
         width: of the terminal.
-        importance: describes the calibration statistics.
+        calibration: calibration_lines().
         tensors: with their errors; None in a dry run.
         seconds: time of writing.
         allocation: of a target, if there is one.
-        dead: dead columns by tensor.
-        hessians: by tensor.
     """
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
@@ -204,10 +213,7 @@ def summary(
         "",
         f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
         f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
-        f"importance  = {importance}",
-        *_hessian_line(hessians),
-        *_expert_line(hessians),
-        *_dead_line(dead),
+        *calibration,
     ]
     if tensors is not None:
         lines += _accuracy_table(tensors, width)
