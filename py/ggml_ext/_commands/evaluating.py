@@ -21,8 +21,10 @@ from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, comp
 from .._evaluation.labels import disk_bytes, label_models, model_bpw
 from .._evaluation.logits import BaseLogits, LogitsRecord, record_path
 from .._evaluation.perplexity import PerplexityRunner, require_finite
+from .._formats.cache_names import logits_cache_name
 from .._formats.context import N_CONTEXT, context_length, position_limit
 from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.header_room import check_writable
 from .._formats.language_model import describe_other_model
 from .._formats.split import open_model
 from .._native.devices import DeviceOptions
@@ -30,6 +32,7 @@ from .._native.programs import require_tool
 from .._native.text_file import check_text, count_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
+from .recording import make_recorded_quality
 
 TEXT = PACKAGE_DIR / "data" / "evaluation.txt"
 BUILT_IN = "built-in"
@@ -61,6 +64,7 @@ class EvaluateOptions:
         None, metavar="FILE", help="multiple-choice questions, in the format of llama-perplexity --multiple-choice"
     )
     tasks: int | None = option(None, metavar="N", minimum=1, help="questions per file of tasks (default: 400 for --hellaswag, else all)")
+    write: bool = option(False, help="record the figures in the metadata of each MODEL, for inspect and model cards; needs --against")
     picture: Path | None = option(None, metavar="FILE", help="draw KL divergence or perplexity over size into this .svg or .png file")
     force: bool = option(False, help="replace the file of --picture if it exists")
     threads: int | None = threads_option()
@@ -80,6 +84,8 @@ class EvaluateOptions:
         n_threads = check_threads(self.threads)
         if not self.models:
             raise UserError("MODEL is missing: name a GGUF file")
+        if self.write and self.against is None:
+            raise UserError("--write records the KL divergence from the original: pass --against")
         if self.tasks is not None and not self.task_files():
             raise UserError(f"--tasks needs one of {', '.join('--' + kind for kind in TASKS)}")
         if self.base_logits is not None and self.against is None and (unused := self.file or self.chunks or self.ctx_size):
@@ -122,6 +128,8 @@ def evaluate(options: EvaluateOptions, console: Console) -> Evaluation:
     files = [*([base] if base else []), *models]
     check_language_models(files)
     check_vocabularies(files)
+    for file in models if options.write else []:
+        check_writable(file.parts[0])
     runs = _Runs(options, models, base, n_threads, console)
     result = runs.all()
     if options.picture is not None and not draw_quality(result, options.picture, options.force):
@@ -192,6 +200,7 @@ class _Runs:
                 statistics, log = self._score(file, text, logits)
                 sums[label] = chunk_sums(log)
                 row = replace(row, statistics=dict(statistics))
+                self._record(file, statistics, log, text, logits)
                 if base_row is not None and BASE_PPL in statistics:
                     base_row = replace(base_row, statistics={PPL: statistics[BASE_PPL]})
             rows.append(replace(row, scores=self._tasks(file)))
@@ -205,6 +214,16 @@ class _Runs:
             text={} if text is None else text.record(), n_ctx=scored.n_ctx if scored else 0, n_chunks=scored.n_chunks if scored else 0,
             base=base_row, models=rows, pairs=pairs,
         )
+
+    def _record(self, file: GGUFFile, statistics: Mapping[str, Figure], log: str, text: ScoredText | None, logits: BaseLogits | None) -> None:
+        """Write the figures into the file with --write, which needs --against and so has text and logits."""
+        if not self._options.write or self._base is None or text is None or logits is None:
+            return
+        name = text.name if text.name == BUILT_IN else text.path.name
+        quality = make_recorded_quality(statistics, log, source=self._base, text=text.path, text_name=name, logits=logits)
+        file.check_unchanged()
+        quality.write(file)
+        self._console.note(f"{file.parts[0].path}: figures recorded in its metadata")
 
     def _context(self) -> int:
         """Return the tokens per chunk: at most the context length of every model."""
@@ -258,7 +277,7 @@ class _Runs:
 
     def _base_logits(self, text: ScoredText, base: GGUFFile) -> BaseLogits:
         """Return the cached logits of the base if they match, else compute and cache them."""
-        cache = Path(os.path.realpath(self._options.base_logits or base.path.with_name(f"{base.stem}.logits.bin")))
+        cache = Path(os.path.realpath(self._options.base_logits or base.path.with_name(logits_cache_name(base.stem))))
         made_from = {
             "model": [fingerprint(part.path, header_bytes(part)) for part in base.parts], "text": fingerprint(text.path),
             "ctx_size": text.n_ctx, "chunks": text.n_chunks,

@@ -57,6 +57,8 @@ class QuantizeKeywords(TypedDict, total=False):
     dry_run: bool
     split_max_size: str | None
     verify: bool
+    evaluate: bool
+    evaluation_chunks: int | None
     report: AnyPath | None
     upload: str | None
     model_card: AnyPath | None
@@ -88,6 +90,7 @@ class EvaluateKeywords(TypedDict, total=False):
     winogrande: AnyPath | None
     multiple_choice: AnyPath | None
     tasks: int | None
+    write: bool
     picture: AnyPath | None
     force: bool
     threads: int | None

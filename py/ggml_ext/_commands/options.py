@@ -73,6 +73,12 @@ class OutputOptions:
         None, metavar="N(M|G)", help="split OUT into parts with at most so many bytes of tensors (M: millions), as llama-gguf-split does"
     )
     verify: bool = option(False, in_command=False, help="read the output back, compare it and run one token before renaming it to OUT")
+    evaluate: bool = option(
+        False, in_command=False, help="measure perplexity and KL divergence of OUT against IN, and record them in OUT's metadata"
+    )
+    evaluation_chunks: int | None = option(
+        None, metavar="N", minimum=2, in_command=False, help="with --evaluate: chunks of the built-in text to score (default: all)"
+    )
     report: Path | None = option(
         None, metavar="FILE", in_command=False, help="write types, sizes, errors and checksums of all tensors to this JSON file"
     )
@@ -94,8 +100,10 @@ class OutputOptions:
         return None if self.split_max_size is None else parse_split_size(self.split_max_size)
 
     def check(self) -> None:
-        """Raise UserError for options that contradict --dry-run."""
-        for flag, is_given in (("verify", self.verify), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
+        """Raise UserError for options that do not go together."""
+        if self.evaluation_chunks is not None and not self.evaluate:
+            raise UserError("--evaluation-chunks: pass --evaluate too")
+        for flag, is_given in (("verify", self.verify), ("evaluate", self.evaluate), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
             if self.is_dry and is_given:
                 raise UserError(f"--{flag}: --dry-run writes nothing; drop one of them")
 

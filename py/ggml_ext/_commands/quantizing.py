@@ -24,17 +24,18 @@ from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, check_hessians
 from .._calibration.scaling import provide_column_scales
-from .._encode.accuracy import NAMES_KEY, VALUES_KEY, MeasuredTensor, epsilon_metadata, read_epsilons
+from .._encode.accuracy import MeasuredTensor
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.column_scales import ColumnScales, ScaledFile
-from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, pack_header, string_value, uint32_value
+from .._formats.gguf_file import GGUFFile, header_bytes, pack_header
+from .._formats.quality import RecordedQuality
 from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_output
-from .._formats.split import SPLIT_KEYS
 from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, HINT
-from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, upstream_metadata, write_beside
+from .._output.conversion import Conversion, write_beside
+from .._output.metadata import error_metadata, output_metadata
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._plan.effects import report_options_without_effect
@@ -43,14 +44,14 @@ from .._plan.plan import Choices, QuantizationPlan, check_fallbacks
 from .._plan.planning import check_model, make_plan
 from .._plan.uses import GraphUses
 from .._report.card import Card, describe_importance
+from .._report.recorded_quality import quality_lines
 from .._report.results import Result, TensorResult, Totals
 from .._report.tables import error_warnings, hessian_record, summary, tensor_lines
-from .._sequential.errors import KEY as STREAM_KEY
-from .._sequential.errors import stream_metadata
 from .._sequential.estimate import configure_propagation
 from .._sequential.layers import PropagationConfig, SequentialQuantizer, check_cut
 from .._source.source import list_input_files, open_source, reserve_kept_gguf
 from .estimate import Estimate, estimate
+from .output_quality import check_evaluation, evaluate_output
 from .settings import Settings
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
@@ -109,6 +110,7 @@ def quantize(settings: Settings, console: Console) -> Result:
     with one_blas_thread(), contextlib.ExitStack() as stack:
         destination = prepare_upload(settings, console)
         model = open_model(settings, console, stack)
+        check_evaluation(settings, model.file)
         with model.file.explain_errors():
             job = plan_job(settings, model, console)
             report_plan(job.plan, console)
@@ -118,9 +120,10 @@ def quantize(settings: Settings, console: Console) -> Result:
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
             written = writing.write(console)
-        result = report_result(settings, writing, written, console)
+        quality = evaluate_output(settings, model.file, written.paths, console)
+        result = report_result(settings, writing, written, quality, console)
     if destination is not None:
-        console.report(destination.upload([*result.paths], make_card(settings, writing, written).text()))
+        console.report(destination.upload([*result.paths], make_card(settings, writing, written, quality).text()))
     return result
 
 
@@ -299,33 +302,6 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
     return importance
 
 
-def output_metadata(
-    file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
-) -> dict[str, KeyValue]:
-    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in upstream file types, ggml-ext's.
-
-    Args:
-        file: the input.
-        choices: with the file type.
-        options: those that determine the bytes.
-        importance: the calibration statistics.
-        errors: from error_metadata().
-    """
-    if choices.file_type.is_upstream:
-        return upstream_metadata(file, choices.file_type.id, importance)
-    ext_metadata = [
-        *importance.metadata(),
-        uint32_value("general.file_type", choices.file_type.id),
-        uint32_value("general.quantization_version", QUANTIZATION_VERSION),
-        string_value("ggml_ext.version", __version__),
-        string_value("ggml_ext.type", choices.name),
-        string_value("ggml_ext.options", options),
-        *errors,
-    ]
-    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, STREAM_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
-    return old | {kv.key: kv for kv in ext_metadata}
-
-
 def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPlan, items: list[Item], importance: Importance) -> int:
     """Return an upper bound for the bytes of all headers, whatever types allocation chooses."""
     candidates = {item.planned.name: item.types for item in items}
@@ -336,32 +312,10 @@ def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPl
     propagates, max_bytes = settings.calibration.propagates, settings.output.max_bytes
     options = settings.describe_options({q for types in candidates.values() for q in types}, propagates)
     errors = error_metadata(file, tensors, propagates)
-    metadata = output_metadata(file, settings.choices, options, importance, errors)
+    metadata = output_metadata(file, settings.choices, options, importance, errors, is_evaluated=settings.output.evaluate)
     header = pack_header(metadata, [t.tensor for t in plan.tensors], [t.type for t in plan.tensors], file.alignment)
     n_parts = 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
     return len(header) + n_parts * (PART_HEADER + file.alignment)
-
-
-def error_metadata(file: GGUFFile, tensors: Sequence[MeasuredTensor], propagates: bool) -> list[KeyValue]:
-    """Make the metadata of epsilons and, with --propagate, of the residual stream's errors."""
-    return epsilon_metadata(list_epsilons(file, tensors)) + (stream_metadata(tensors) if propagates else [])
-
-
-def list_epsilons(file: GGUFFile, tensors: Sequence[MeasuredTensor]) -> dict[str, float]:
-    """List the epsilons of the DITTO3 tensors of the output.
-
-    Tensors that are DITTO3 in the input are copied with their recorded epsilon. Tensors that --fallback-above replaced stay in the list,
-    so that the header's size does not change.
-    """
-    epsilons, recorded = {}, read_epsilons(file)
-    for t in tensors:
-        if t.planned.planned_type != DITTO3:
-            continue
-        if t.planned.tensor.type != DITTO3:
-            epsilons[t.planned.name] = float(t.accuracy.epsilon)
-        elif t.planned.name in recorded:
-            epsilons[t.planned.name] = recorded[t.planned.name]
-    return epsilons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,11 +324,12 @@ class QuantizeWritingJob(WritingJob):
 
     job: QuantizationJob
     max_bytes: int | None  # of a part
+    is_evaluated: bool  # --evaluate
 
     def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
         file, job, parts = self.conversion.file, self.job, self.output.parts
         errors = error_metadata(file, tensors, job.propagation_config is not None)
-        metadata = output_metadata(file, job.choices, job.options, job.importance, errors)
+        metadata = output_metadata(file, job.choices, job.options, job.importance, errors, is_evaluated=self.is_evaluated)
         headers = []
         for n, part in enumerate(parts):
             planned = job.plan.tensors[part.first : part.last]
@@ -417,6 +372,7 @@ def prepare_writing(
         is_verified=settings.output.verify,
         job=job,
         max_bytes=settings.output.max_bytes,
+        is_evaluated=settings.output.evaluate,
     )
 
 
@@ -444,7 +400,9 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
     )
 
 
-def report_result(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
+def report_result(
+    settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, quality: RecordedQuality | None, console: Console
+) -> Result:
     """Report the result, and write the files next to OUT."""
     job, output, path = writing.job, settings.output, writing.output.path
     plan, importance_text = job.plan, job.importance.describe()
@@ -455,6 +413,8 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
         plan, job.choices, terminal_width(), importance=importance_text, tensors=written.tensors, seconds=written.seconds, allocation=job.allocation,
         dead=dead, hessians=hessians,
     ))
+    if quality is not None:
+        console.report("\n".join(["", *quality_lines(quality, False)]))
     if output.verify:
         run = "; one token run" if written.was_run else ""
         console.report(f"verified: {len(plan.tensors)} tensors read back without a difference{run}")
@@ -471,20 +431,21 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
         "dead_columns": {name: c.n_dead for name, c in dead.items() if c.n_dead},
         "hessians": hessian_record(hessians),
         **(totals := Totals.compute(plan, written.tensors, job.allocation)).record(),
+        **({} if quality is None else {"quality": quality.record()}),
     }
     console.event("summary", record)
     if output.report is not None:
         report = {**record, "warnings": console.warnings, "tensors": [t.record() for t in written.results]}
         write_beside("--report", output.report, to_json(report, 1).encode() + b"\n", path, output.force)
     if output.model_card is not None:
-        write_beside("--model-card", output.model_card, make_card(settings, writing, written).text().encode(), path, output.force)
+        write_beside("--model-card", output.model_card, make_card(settings, writing, written, quality).text().encode(), path, output.force)
     return Result.make(
         written.results, totals, type=job.choices.name, options=job.options, importance=importance_text, warnings=console.warnings,
         paths=written.paths, seconds=written.seconds,
     )
 
 
-def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile) -> Card:
+def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, quality: RecordedQuality | None) -> Card:
     job, repo, path = writing.job, settings.source.hf_repo, settings.source.path
     source = repo or Path(os.path.abspath(path or "")).name
     return Card(
@@ -497,4 +458,5 @@ def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenF
         reference=source,
         command=settings.command,
         repo=repo,
+        quality=quality,
     )

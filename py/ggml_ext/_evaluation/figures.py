@@ -19,6 +19,7 @@ class Figure(NamedTuple):
 
 # names in the statistics
 PPL, BASE_PPL, LN_RATIO, KLD, SAME_TOP = "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Same top p"
+KLD_99 = "99.0% KLD"
 # kind of task -> llama-perplexity's option for its file
 TASKS = {"hellaswag": "-f", "winogrande": "-f", "multiple-choice": "-bf"}
 CHUNK_OF_PPL = re.compile(r"\[(\d+)\]([-\w.]+),")

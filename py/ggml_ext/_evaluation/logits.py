@@ -42,10 +42,15 @@ class BaseLogits:
             )
         return logits
 
+    @property
+    def n_scored(self) -> int:
+        """The number of scored tokens: the second half of each chunk."""
+        return self.n_chunks * (self.n_ctx - 1 - self.n_ctx // 2)
+
     def n_bytes(self) -> int:
         """Return the size of a complete file. A row has n_vocab values, padded to an even number, and two floats."""
         row = 2 * (2 * ((self.n_vocab + 1) // 2) + 4)
-        return self.HEADER.size + self.n_chunks * (4 * self.n_ctx + (self.n_ctx - 1 - self.n_ctx // 2) * row)
+        return self.HEADER.size + 4 * self.n_chunks * self.n_ctx + self.n_scored * row
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ def imatrix_cache_name(stem: str, layers: Sequence[int] | None = None) -> str:
     return f"{stem}.imatrix{'' if layers is None else f'.layers-{layers[0]}-{layers[-1]}'}.gguf"
 
 
+def logits_cache_name(stem: str) -> str:
+    """Return the name of a model's cached logits."""
+    return f"{stem}.logits.bin"
+
+
 def choice_cache_name(stem: str) -> str:
     """Return the name of a model's cached sensitivities."""
     return f"{stem}.choice.json"
