@@ -90,6 +90,7 @@ class EvaluateKeywords(TypedDict, total=False):
     winogrande: AnyPath | None
     multiple_choice: AnyPath | None
     tasks: int | None
+    positions: int | None
     write: bool
     picture: AnyPath | None
     force: bool
