@@ -22,6 +22,7 @@ class QuantizeKeywords(TypedDict, total=False):
     target_types: str | None
     stock: bool
     sensitivity: str
+    no_target_check: bool
     pure: bool
     tensor_type: str | Sequence[str]
     token_embedding_type: str | None

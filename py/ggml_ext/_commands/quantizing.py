@@ -16,7 +16,7 @@ from .._allocation.allocation import Allocation, add_needed_low_types, allocate_
 from .._allocation.error_measurement import ErrorMeasurement
 from .._allocation.items import Item, make_items
 from .._allocation.target import Target
-from .._base.console import Console
+from .._base.console import BarsOnly, Console
 from .._base.encoding import to_json
 from .._base.errors import UserError
 from .._base.package import __version__
@@ -53,6 +53,7 @@ from .._source.source import list_input_files, open_source, reserve_kept_gguf
 from .estimate import Estimate, estimate
 from .output_quality import check_evaluation, evaluate_output
 from .settings import Settings
+from .target_check import check_target, list_fixed_types
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
@@ -120,11 +121,35 @@ def quantize(settings: Settings, console: Console) -> Result:
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
             written = writing.write(console)
+            writing, written = keep_better(settings, model, writing, written, console)
         quality = evaluate_output(settings, model.file, written.paths, console)
         result = report_result(settings, writing, written, quality, console)
     if destination is not None:
         console.report(destination.upload([*result.paths], make_card(settings, writing, written, quality).text()))
     return result
+
+
+def keep_better(
+    settings: Settings, model: OpenedModel, writing: QuantizeWritingJob, written: WrittenFile, console: Console
+) -> tuple[QuantizeWritingJob, WrittenFile]:
+    """Compare the types chosen for a size with the best fixed type, and return what wrote the better file."""
+    if (allocation := writing.job.allocation) is None:
+        return writing, written
+    silent = BarsOnly(console)
+
+    def write(other: Settings) -> tuple[QuantizeWritingJob, WrittenFile]:
+        assert other.output.path is not None
+        with contextlib.ExitStack() as stack:
+            fixed_model = replace(model, output=stack.enter_context(Output(other.output.path, force=True)))
+            fixed = prepare_writing(other, fixed_model, plan_job(other, fixed_model, silent), silent, stack)
+            return fixed, fixed.write(silent)
+
+    allocation, result = check_target(settings, model.file, allocation, written.paths[0], write, console)
+    if result is not None:
+        writing, written = replace(result[0], output=writing.output), replace(result[1], paths=written.paths)
+        for n, tensor in enumerate(written.results, 1):
+            console.event("tensor", {"index": n, "of": len(written.results), **tensor.record()})
+    return replace(writing, job=replace(writing.job, allocation=allocation)), written
 
 
 def prepare_upload(settings: Settings, console: Console) -> Destination | None:
@@ -175,7 +200,8 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
     """Choose the types of all tensors and calibrate, or prepare calibration in a dry run."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.calibration)
-    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.calibration.imatrix_names()))
+    uses = GraphUses.read(model.file, settings.calibration.imatrix_names())
+    plan = make_plan(model.file, choices, has_imatrix, uses)
     report_options_without_effect(plan, choices)
     for note in plan.notes:
         console.note(note)
@@ -183,7 +209,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
         check_fallbacks(plan, choices.no_fallback)
     codec = settings.encoder.load(settings.n_threads)
     if target is not None:
-        job = plan_job_for_target(settings, target, model, plan, codec=codec, console=console)
+        job = plan_job_for_target(settings, target, model, plan, uses=uses, codec=codec, console=console)
     else:
         if not is_dry:
             check_encoders(codec, plan, choices.fallback_above is not None)
@@ -238,7 +264,7 @@ def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: Opene
 
 
 def plan_job_for_target(
-    settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, codec: Codec, console: Console
+    settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, uses: GraphUses, codec: Codec, console: Console
 ) -> QuantizationJob:
     """Check the weights, calibrate, choose types for a target, and configure --propagate."""
     choices, file = settings.choices, model.file
@@ -266,7 +292,7 @@ def plan_job_for_target(
         )
         scales = choose_scales(settings, model, plan, importance, console)
         header = find_largest_header(settings, file, plan, items, replace(importance, scales=scales))
-        allocation = allocate_types(target, items, header, measurement)
+        allocation = allocate_types(target, items, header, measurement, list_fixed_types(settings, file, uses))
     allocation.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
@@ -278,7 +304,9 @@ def plan_job_for_target(
 
 def cache_dir(settings: Settings) -> Path | None:
     """Return the directory of OUT with links resolved; None only without OUT."""
-    return None if settings.output.path is None else Path(os.path.realpath(settings.output.path)).parent
+    if settings.cache_path is not None or settings.output.path is None:
+        return settings.cache_path
+    return Path(os.path.realpath(settings.output.path)).parent
 
 
 def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: QuantizationPlan, console: Console) -> Importance:

@@ -123,7 +123,10 @@ def upload(options: UploadOptions, console: Console) -> str:
 
 
 def read_card(options: UploadOptions) -> str | None:
-    """Read the card and add the table of --quality, or the figures that the file records unless the card has them. Raise UserError for files that cannot be read."""
+    """Read the card and add the table of --quality, or the figures that the file records unless the card has some.
+
+    UserError for files that cannot be read.
+    """
     if options.model_card is None:
         if options.quality is not None:
             raise UserError("--quality adds a table to the model card: pass --model-card too")
