@@ -15,6 +15,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ggml_ext import WEIGHT_TYPES
 from ggml_ext._console.cli import run_script
@@ -246,31 +247,47 @@ SERIES = {  # key of quality() -> types (True: ggml-ext, False: upstream, None: 
 }
 
 
-def draw(rows: dict[str, dict], path: Path) -> None:
-    """Draw the result of quality() in the format of the path's suffix."""
+def panels(measured: dict) -> dict[str, dict[str, dict]]:
+    """Collect what the picture shows: by title of a model, rows as quality() has them."""
+    bpw = {row["type"].upper(): row["bpw"] for row in measured["rows"].values()}
+    dithered = {name: {"bpw": bpw[name], **row} for name, row in measured["smollm2_dithered"]["rows"].items()}
+    return {"reference model (7.3 million weights, code)": quality(measured), "SmolLM2-135M-Instruct (English)": dithered}
+
+
+def draw(models: dict[str, dict[str, dict]], path: Path) -> None:
+    """Draw the result of panels() in the format of the path's suffix."""
     pyplot = start_drawing()
+    figure, all_axes = pyplot.subplots(1, len(models), figsize=(12, 5))
+    labels = [draw_model(axes, title, rows) for axes, (title, rows) in zip(all_axes, models.items(), strict=True)]
+    all_axes[0].set_ylabel("KL divergence from F16 (lower is better)")
+    all_axes[0].legend(frameon=False)
+    figure.tight_layout()
+    for axes, (named, others) in zip(all_axes, labels, strict=True):
+        place_labels(axes, named, others)
+    save(figure, path)
+
+
+def draw_model(axes: Any, title: str, rows: dict[str, dict]) -> tuple[list[tuple], list[tuple]]:
+    """Draw the rows of a model. Return the points to label, as place_labels() takes them, and the others."""
     from matplotlib.ticker import NullLocator
 
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    axes.set(xlabel="bits per weight", ylabel="KL divergence from F16 (lower is better)", title="Quality against size, reference model", yscale="log")
-    axes.set_yticks([0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1], minor=False)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    labels, others = [], []
+    axes.set(xlabel="bits per weight", title=title, yscale="log")
+    labels, others, values = [], [], []
     for key, (is_ext, label, marker, colour) in SERIES.items():
         column = "hessian" if key == "own" else key
         points = [(row["bpw"], float(row[column]), name) for name, row in rows.items()
                   if column in row and is_ext in (None, name.lower() in WEIGHT_TYPES)]
         axes.scatter([p[0] for p in points], [p[1] for p in points], s=36, marker=marker, c=colour, zorder=3, label=label)
+        values += [p[1] for p in points]
         named = key in ("upstream", "own")
         (labels if named else others).extend((*p[:2], p[2], colour) if named else p[:2] for p in points)
+    axes.set_yticks([m * 10.0 ** e for e in range(-4, 1) for m in (1, 2, 5) if min(values) <= m * 10.0 ** e <= max(values)], minor=False)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axes.grid(color="#e2e8f0", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(0.1, 0.1)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    place_labels(axes, labels, others)
-    save(figure, path)
+    axes.margins(0.15, 0.1)
+    return labels, others
 
 
 def main() -> None:
@@ -294,7 +311,7 @@ def main() -> None:
         if not args.check:
             path.write_text(new)
     if not args.check:
-        draw(quality(measured), PICTURE)
+        draw(panels(measured), PICTURE)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,25 @@ def test_evaluate_without_an_original(folder):
     assert report["paired"][0]["ln_ratio"][0] == pytest.approx(math.log(two / f16), abs=1e-3)  # perplexities about 70 with four decimals
 
 
+@pytest.mark.slow
+def test_divergence_by_position(folder):
+    """The ranges cover the scored positions, and their mean is the KL divergence that llama-perplexity prints."""
+    report = evaluate_json(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS, "--positions", 4)
+    ranges = report["ranges"]
+    assert ranges == [[32, 39], [39, 47], [47, 55], [55, 63]]
+    lengths = [end - start for start, end in ranges]
+    for model in report["models"]:
+        values, errors = zip(*model["positions"], strict=True)
+        # the model's log-probabilities have 16 bits here, steps of at most 16 / 65,535, and full precision there, and 6 decimals
+        assert np.average(values, weights=lengths) == pytest.approx(model["statistics"][KLD][0], abs=1.3e-4) and min(errors) > 0
+    (pair,) = report["paired"]
+    four, two = (np.array(model["positions"])[:, 0] for model in report["models"])
+    assert np.array(pair["positions"])[:, 0] == pytest.approx(two - four) and not list(folder.glob(".evaluation-*"))
+    assert pair["kl_divergence"][0] == pytest.approx(report["models"][1]["statistics"][KLD][0] - report["models"][0]["statistics"][KLD][0], abs=2e-5)
+    done = evaluate(folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS, "--positions", 2)
+    assert "positions, q2.gguf" in done.stdout and "32-46" in done.stdout and "47-62" in done.stdout
+
+
 def write_hellaswag(path, n):
     path.write_text("".join(f"Making a cake: She opens the oven and\n{i % 4}\n" + "".join(f"takes out cake number {e} of {i}.\n" for e in range(4)) for i in range(n)))
 
@@ -138,6 +157,8 @@ def test_bad_command_lines_are_refused(folder, tmp_path):
     check_error(evaluate(f16, "--against", tmp_path / "no.gguf"), "no.gguf")
     check_error(evaluate(f16, "--chunks", 1), "--chunks: got 1")
     check_error(evaluate(f16, "--tasks", 5), "--tasks", "--hellaswag")
+    check_error(evaluate(f16, "--positions", 4), "--positions", "--against")
+    check_error(evaluate(f16, "--against", f16, "-c", 16, "--positions", 8), "--positions: got 8", "have 7 scored positions")
     check_error(evaluate(f16, "-f", tmp_path / "no.txt"), "-f: cannot read")
     check_error(evaluate(f16, "--base-logits", f16, "-f", f16), "--base-logits without --against")
     check_error(evaluate(f16, "--base-logits", f16), "holds no logits")

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -14,7 +15,7 @@ from ggml_ext import WEIGHT_TYPES
 from helpers.models import ROOT
 
 MEASURED = json.loads(figures.MEASURED.read_text())
-TYPES, QUALITY = figures.read_types(MEASURED), figures.quality(MEASURED)
+TYPES = figures.read_types(MEASURED)
 
 
 def test_committed_tables_are_up_to_date():
@@ -24,14 +25,19 @@ def test_committed_tables_are_up_to_date():
 
 def test_every_type_is_measured_and_drawn():
     assert set(WEIGHT_TYPES) <= {t.name for t in TYPES}
-    picture = figures.PICTURE.read_text()
-    rows = {name for name, row in QUALITY.items() if "hessian" in row and (name.lower() in WEIGHT_TYPES or "upstream" in row)}
-    assert len(rows) == 14 and all(picture.count(f">{name}<") == 1 for name in rows)
+    picture, n_panels = figures.PICTURE.read_text(), Counter()
+    for rows in figures.panels(MEASURED).values():
+        drawn = [name for name, row in rows.items() if "hessian" in row and (name.lower() in WEIGHT_TYPES or "upstream" in row)]
+        series = {key for key in ("upstream", "hessian", "sequential") if any(key in row for row in rows.values())}
+        assert len(drawn) >= 10 and len(series) == 3 and set(drawn) & {name.upper() for name in WEIGHT_TYPES}
+        n_panels.update(drawn)
+    assert {name: picture.count(f">{name}<") for name in n_panels} == n_panels
+    assert all(f">{label}<" in picture for _, label, *_ in figures.SERIES.values())
 
 
 def test_picture_is_reproducible(tmp_path):
     for name in ("a.svg", "b.svg"):
-        figures.draw(QUALITY, tmp_path / name)
+        figures.draw(figures.panels(MEASURED), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 

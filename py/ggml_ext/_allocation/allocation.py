@@ -7,78 +7,30 @@ sensitivity (sensitivity.py). knapsack.py minimizes the sum under a limit of byt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gguf import GGMLQuantizationType, LlamaFileType
 
 from .._base.errors import UserError
 from .._base.text import format_table
 from .._base.types import WEIGHT_TYPES
-from .._base.units import MIB
 from .._encode.codec import Codec
-from .._formats.gguf_file import GGUFFile, Tensor, header_bytes, pad
+from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.names import tensor_class
 from .._plan.file_types import FILE_TYPES, FileType
 from .._plan.plan import QuantizationPlan
-from .error_measurement import ErrorMeasurement
+from .error_measurement import ErrorCosts, ErrorMeasurement
+from .fixed_types import FixedType, list_fitting_types
 from .items import Item, add_low_types, drop_unusable
 from .knapsack import Solution, solve
+from .limit import Limit, suggest_types
 from .target import MEASURED, USUAL, Target
 
 HEADER_ROOM = 4096  # bytes for the keys that quantizing adds: file names, options
 LOW_ROOM = 1.1  # types below two bits are candidates if the smallest file without them, times this, is above the limit
 UNCHANGED = "{}: the input is within the target; no type changes"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A target, converted to bytes for the items."""
-
-    target: Target
-    n_elements: int
-    n_fixed: int  # bytes of everything but the items
-    alignment: int  # of tensor data if padding counts, else 1
-
-    @classmethod
-    def compute(cls, target: Target, plan: QuantizationPlan, items: list[Item], header: int, alignment: int) -> Limit:
-        """Subtract the tensors whose types are fixed. header: bytes of the file before its data."""
-        limit = cls(target, plan.n_elements(), 0, alignment if target.kind == "size" else 1)
-        names = {item.planned.name for item in items}
-        fixed = sum(limit.weight(t.tensor, t.type) for t in plan.tensors if t.name not in names)
-        return replace(limit, n_fixed=fixed + (header if target.kind == "size" else 0))
-
-    def weight(self, tensor: Tensor, qtype: GGMLQuantizationType) -> int:
-        """Return the bytes of a tensor in a type, as the target counts them."""
-        return pad(tensor.bytes_as(qtype), self.alignment)
-
-    @property
-    def n_bytes(self) -> float:
-        """Bytes for the items; infinite for a target without a size."""
-        value = {"size": self.target.value, "bpw": self.target.value * self.n_elements / 8}.get(self.target.kind, math.inf)
-        return value - self.n_fixed
-
-    def describe(self, weight: float) -> str:
-        """Convert bytes of the items to the size of all tensors, in the target's unit."""
-        total = weight + self.n_fixed
-        if self.target.kind == "bpw":
-            return f"{math.ceil(total * 8 / self.n_elements * 1e4) / 1e4:g} bpw"
-        return f"{total / MIB:,.2f} MiB ({int(total):,} bytes)"
-
-    def smallest(self, items: list[Item]) -> int:
-        return sum(min(self.weight(item.tensor, t) for t in item.types) for item in items)
-
-    def check(self, items: list[Item], room: int = 0) -> None:
-        """Raise UserError if the target is below the smallest possible file.
-
-        room: bytes for keys that quantizing adds; part of the size that the message names.
-        """
-        if (least := self.smallest(items)) > self.n_bytes:
-            named = ", or drop the options that fix types" if any(item.is_named for item in items) else ""
-            raise UserError(
-                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.describe(least + room)}: raise it "
-                f"to that, or {_suggest_types(self.target, 'smaller')}{named}"
-            )
 
 
 @dataclass(frozen=True)
@@ -97,7 +49,10 @@ class Allocation:
     types: Sequence[AllocatedType]
     is_measured: bool = True  # sensitivities were measured on this model
     gap: float = 0.0  # optimality gap, relative
+    is_fixed: bool = False  # the types are those of a --type
     notes: Sequence[str] = field(default_factory=list)
+    rival: tuple[str, Allocation] | None = None  # the best --type that fits, with the types that it gives the items
+    check: Mapping[str, Any] = field(default_factory=dict)  # the measured comparison with the rival, for JSON
 
     def apply(self, plan: QuantizationPlan) -> None:
         """Set the types of the plan. Only tensors whose type an option names count as fallbacks afterwards."""
@@ -130,13 +85,14 @@ class Allocation:
             "predicted_kl_divergence": self.predicted,
             "sensitivities": MEASURED if self.is_measured else USUAL,
             "optimality_gap": self.gap,
+            **({"target_check": self.check} if self.check else {}),
         }
 
     def describe(self) -> list[str]:
         """Describe the prediction for the summary."""
         remark = "" if self.is_measured else " (sensitivities of another model; may be off by a factor of ten)"
         best = f"within {self.gap:.2%} of the optimum" if self.gap else "optimal for these types"
-        return [f"predicted KL divergence {self.predicted:.4g}{remark}; {best}", *self.notes]
+        return [f"predicted KL divergence {self.predicted:.4g}{remark}{'' if self.is_fixed else f'; {best}'}", *self.notes]
 
     def file_type(self, placeholder: FileType, upstream_only: bool) -> FileType:
         """Return the file type of most block weights: a ggml-ext type if there is any, else an upstream type.
@@ -177,7 +133,9 @@ def allocate_without_measuring(target: Target, file: GGUFFile, plan: Quantizatio
     return None
 
 
-def allocate_types(target: Target, items: list[Item], header: int, measurement: ErrorMeasurement) -> Allocation:
+def allocate_types(
+    target: Target, items: list[Item], header: int, measurement: ErrorMeasurement, fixed: Sequence[FixedType] = ()
+) -> Allocation:
     """Choose the types of the items.
 
     Args:
@@ -185,6 +143,7 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
         items: with their candidate types.
         header: bytes of OUT before its data.
         measurement: measures errors and sensitivities.
+        fixed: the types of which the best that fits becomes the rival.
 
     Raises:
         UserError: the target cannot be reached.
@@ -192,7 +151,9 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
     drop_unusable(items, measurement.codec)
     limit = Limit.compute(target, measurement.plan, items, header, measurement.file.alignment)
     limit.check(items)
-    costs = measurement.measure(items)
+    fixed = list_fitting_types(fixed, limit, measurement.plan, items, measurement.codec)
+    measured = [replace(item, types=[*dict.fromkeys([*item.types, *(f.types[item.planned.name] for f in fixed)])]) for item in items]
+    costs = measurement.measure(measured)
     options: list[list[tuple[float, float]]] = [
         [(limit.weight(item.tensor, t), costs.predict(item.planned.name, t)) for t in item.types] for item in items
     ]
@@ -203,20 +164,26 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
     if solution is None:  # limit.check() has raised for sizes
         least = sum(min(cost for _, cost in candidates) for candidates in options)
         raise UserError(
-            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: raise it, {_suggest_types(target, 'larger')}, "
+            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: raise it, {suggest_types(target, 'larger')}, "
             "or drop the options that fix types"
         )
     types = [
         AllocatedType(item, item.types[i], candidates[i][1]) for item, i, candidates in zip(items, solution.picks, options, strict=True)
     ]
-    return Allocation(types, costs.is_measured, solution.gap, _describe_limit(target, types, solution, options))
+    return Allocation(
+        types, costs.is_measured, solution.gap, notes=_describe_limit(target, types, solution, options),
+        rival=_find_rival(fixed, items, costs),
+    )
 
 
-def _suggest_types(target: Target, size: str) -> str:
-    """Suggest candidates of another size, "smaller" or "larger"."""
-    if target.types_are_listed:
-        return f"add {size} types to --target-types"
-    return f"list the default types (see --help) and {size} ones in --target-types"
+def _find_rival(fixed: Sequence[FixedType], items: list[Item], costs: ErrorCosts) -> tuple[str, Allocation] | None:
+    """Return the fixed type with the smallest predicted KL divergence, and its types of the items."""
+    rivals = []
+    for f in fixed:
+        pairs = [(item, f.types[item.planned.name]) for item in items]
+        types = [AllocatedType(item, qtype, costs.predict(item.planned.name, qtype)) for item, qtype in pairs]
+        rivals.append((f.name, Allocation(types, costs.is_measured, is_fixed=True)))
+    return min(rivals, key=lambda rival: rival[1].predicted, default=None)
 
 
 def _round_up(value: float) -> str:

@@ -78,12 +78,18 @@ def add_low_types(items: list[Item], codec: Codec) -> None:
             item.types = [*dict.fromkeys([*_fit_types(item.tensor, low_types, codec), *item.types])]
 
 
+def is_usable(planned: PlannedTensor, qtype: GGMLQuantizationType, codec: Codec) -> bool:
+    """Whether a tensor can be encoded in a type with, or without, the imatrix."""
+    weighted = planned.uses_imatrix
+    unusable = UNWEIGHTED_IN_NUMPY if weighted and codec.lib is None else () if weighted else IMATRIX_TYPES
+    return qtype == planned.tensor.type or qtype not in unusable
+
+
 def drop_unusable(items: list[Item], codec: Codec) -> None:
     """Drop the types that cannot be encoded with, or without, the imatrix. UserError if none remains."""
     for item in items:
-        weighted = item.planned.uses_imatrix
-        unusable = UNWEIGHTED_IN_NUMPY if weighted and codec.lib is None else () if weighted else IMATRIX_TYPES
-        usable = [t for t in item.types if t == item.tensor.type or t not in unusable]
+        usable = [t for t in item.types if is_usable(item.planned, t, codec)]
         if not usable:
-            raise _none_usable(item.tensor, item.types, "with the numpy encoder" if weighted else "without an imatrix")
+            reason = "with the numpy encoder" if item.planned.uses_imatrix else "without an imatrix"
+            raise _none_usable(item.tensor, item.types, reason)
         item.types = usable

@@ -139,11 +139,11 @@ class MeasuredCosts:
         return MeasuredCosts(self.errors, list(self.costs)) if are_same and are_first else MeasuredCosts(errors)
 
 
-def cut_text(text: bytes) -> bytes:
-    """Return the last TEXT_BYTES, cut at a line if that keeps half of them, else at a character."""
-    if len(text) <= TEXT_BYTES:
+def cut_text(text: bytes, n_bytes: int = TEXT_BYTES) -> bytes:
+    """Return the last n_bytes, cut at a line if that keeps half of them, else at a character."""
+    if len(text) <= n_bytes:
         return text
-    end = text[-TEXT_BYTES:]
+    end = text[-n_bytes:]
     lines = end.partition(b"\n")[2]
     return lines if 2 * len(lines) > len(end) else end.lstrip(INSIDE_CHARACTERS)
 

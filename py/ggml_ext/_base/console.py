@@ -83,6 +83,17 @@ class Console:
         return Counter(total, done)
 
 
+class BarsOnly(Console):
+    """A console that shows the progress bars of another one and nothing else."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+
+    def bar(self, title: str, total: float | None, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
+        return self._console.bar(title, total, unit, is_scaled, done)
+
+
 class Callbacks(Console):
     """A console that calls log(kind, line) and progress(title, n, total)."""
 

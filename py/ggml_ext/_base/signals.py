@@ -14,6 +14,7 @@ class StopRequest(BaseException):
     def __init__(self, number: int):
         super().__init__(number)
         self.number = number
+        self.state: str | None = None  # of the output, if the command has written it
 
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -32,11 +33,35 @@ class _StopHandler:
         raise StopRequest(number)
 
 
+class _IgnoringHandler:
+    """The handler of ignore_signals()."""
+
+    def __call__(self, number: int, _frame: object) -> None:
+        pass
+
+
 def ignore_signals() -> None:
     """Ignore further signals until stop_on_signals() ends. A program that calls the API keeps its own handlers."""
     for n in SIGNALS if can_set_handlers() else []:
         if isinstance(signal.getsignal(n), _StopHandler):
-            signal.signal(n, signal.SIG_IGN)
+            signal.signal(n, _IgnoringHandler())
+
+
+@contextlib.contextmanager
+def stop_after_writing(state: str) -> Iterator[None]:
+    """Raise StopRequest for signals again after ignore_signals(). state: of the written output, for the message."""
+    ignored = [n for n in SIGNALS if isinstance(signal.getsignal(n), _IgnoringHandler)] if can_set_handlers() else []
+    for n in ignored:
+        signal.signal(n, _StopHandler())
+    try:
+        yield
+    except StopRequest as e:
+        e.state = state
+        vars(e).pop("kept", None)  # a description of other, temporary files
+        raise
+    finally:
+        for n in ignored:
+            signal.signal(n, _IgnoringHandler())
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from .._base.console import Console
 from .._base.errors import UserError
@@ -17,12 +18,15 @@ from .._base.package import PACKAGE_DIR
 from .._base.text import format_duration
 from .._base.threads import check_threads, threads_option
 from .._base.units import MIB
-from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, compare_paired
+from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, compare_paired, kld_sums
 from .._evaluation.labels import disk_bytes, label_models, model_bpw
 from .._evaluation.logits import BaseLogits, LogitsRecord, record_path
 from .._evaluation.perplexity import PerplexityRunner, require_finite
+from .._evaluation.positions import kld_by_position, mean_over_chunks, position_ranges
+from .._formats.cache_names import logits_cache_name
 from .._formats.context import N_CONTEXT, context_length, position_limit
 from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.header_room import check_writable
 from .._formats.language_model import describe_other_model
 from .._formats.split import open_model
 from .._native.devices import DeviceOptions
@@ -30,6 +34,7 @@ from .._native.programs import require_tool
 from .._native.text_file import check_text, count_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
+from .recording import make_recorded_quality
 
 TEXT = PACKAGE_DIR / "data" / "evaluation.txt"
 BUILT_IN = "built-in"
@@ -61,6 +66,10 @@ class EvaluateOptions:
         None, metavar="FILE", help="multiple-choice questions, in the format of llama-perplexity --multiple-choice"
     )
     tasks: int | None = option(None, metavar="N", minimum=1, help="questions per file of tasks (default: 400 for --hellaswag, else all)")
+    positions: int | None = option(
+        None, metavar="N", minimum=1, help="show the KL divergence in N ranges of the scored positions too, which runs each MODEL twice; needs --against"
+    )
+    write: bool = option(False, help="record the figures in the metadata of each MODEL, for inspect and model cards; needs --against")
     picture: Path | None = option(None, metavar="FILE", help="draw KL divergence or perplexity over size into this .svg or .png file")
     force: bool = option(False, help="replace the file of --picture if it exists")
     threads: int | None = threads_option()
@@ -80,6 +89,10 @@ class EvaluateOptions:
         n_threads = check_threads(self.threads)
         if not self.models:
             raise UserError("MODEL is missing: name a GGUF file")
+        if self.write and self.against is None:
+            raise UserError("--write records the KL divergence from the original: pass --against")
+        if self.positions is not None and self.against is None:
+            raise UserError("--positions shows the KL divergence from the original: pass --against")
         if self.tasks is not None and not self.task_files():
             raise UserError(f"--tasks needs one of {', '.join('--' + kind for kind in TASKS)}")
         if self.base_logits is not None and self.against is None and (unused := self.file or self.chunks or self.ctx_size):
@@ -122,6 +135,8 @@ def evaluate(options: EvaluateOptions, console: Console) -> Evaluation:
     files = [*([base] if base else []), *models]
     check_language_models(files)
     check_vocabularies(files)
+    for file in models if options.write else []:
+        check_writable(file.parts[0])
     runs = _Runs(options, models, base, n_threads, console)
     result = runs.all()
     if options.picture is not None and not draw_quality(result, options.picture, options.force):
@@ -171,6 +186,7 @@ class _Runs:
         self._all = [*models, *([base] if base else [])]
         n_ctx = self._context()
         self._check_positions(n_ctx)
+        self._ranges = position_ranges(n_ctx, options.positions) if options.positions else []
         self._runner = PerplexityRunner(
             program=program, n_ctx=n_ctx, n_batch=options.batch_size or n_ctx, n_threads=n_threads,
             options=options.devices.arguments(), console=console, on_estimate=self._note_estimate,
@@ -179,7 +195,9 @@ class _Runs:
     def all(self) -> Evaluation:
         base_row: Quality | None = None
         rows: list[Quality] = []
-        sums: dict[str, Any] = {}
+        sums: dict[str, list[float]] = {}
+        klds: dict[str, list[float]] = {}
+        by_position: dict[str, np.ndarray] = {}
         text, logits = None, None
         options = self._options
         if self._base is not None and options.against is not None:
@@ -190,8 +208,10 @@ class _Runs:
             row = describe(file, path, label)
             if options.scores_text():
                 statistics, log = self._score(file, text, logits)
-                sums[label] = chunk_sums(log)
-                row = replace(row, statistics=dict(statistics))
+                sums[label], klds[label] = chunk_sums(log), kld_sums(log)
+                by_position[label] = self._measure_positions(file, text, logits)
+                row = replace(row, statistics=dict(statistics), positions=mean_over_chunks(by_position[label]))
+                self._record(file, statistics, log, text, logits)
                 if base_row is not None and BASE_PPL in statistics:
                     base_row = replace(base_row, statistics={PPL: statistics[BASE_PPL]})
             rows.append(replace(row, scores=self._tasks(file)))
@@ -199,12 +219,35 @@ class _Runs:
         if base_row is not None and self._base is not None:
             base_row = replace(base_row, scores=self._tasks(self._base))
         first = self._names[-len(self._models)]
-        pairs = [Pair(label, first, pair) for label in list(sums)[1:] if (pair := compare_paired(sums[label], sums[first]))]
+        pairs = [
+            Pair(label, first, pair, compare_paired(klds[label], klds[first]), mean_over_chunks(by_position[label] - by_position[first]))
+            for label in list(sums)[1:] if (pair := compare_paired(sums[label], sums[first]))
+        ]
         scored = logits or text
         return Evaluation(
             text={} if text is None else text.record(), n_ctx=scored.n_ctx if scored else 0, n_chunks=scored.n_chunks if scored else 0,
-            base=base_row, models=rows, pairs=pairs,
+            base=base_row, models=rows, pairs=pairs, ranges=self._ranges,
         )
+
+    def _measure_positions(self, file: GGUFFile, text: ScoredText | None, logits: BaseLogits | None) -> np.ndarray:
+        """Measure the KL divergence in the ranges of --positions: (n_chunks, n_ranges); without the option there are none."""
+        if text is None or logits is None or not self._ranges:
+            return np.empty((2, 0))
+        with temporary_directory(logits.path.parent, TEMPORARY, self._console.note) as directory:
+            hint = "put --base-logits on another disk, or pass a smaller --chunks"
+            check_free_space(directory, logits.n_bytes(), f"the logits of {file.path}", "", hint)
+            self._runner.save_logits(file.path, text.path, logits.n_chunks, directory / "logits.bin")
+            return kld_by_position(logits, BaseLogits.read(directory / "logits.bin"), self._ranges)
+
+    def _record(self, file: GGUFFile, statistics: Mapping[str, Figure], log: str, text: ScoredText | None, logits: BaseLogits | None) -> None:
+        """Write the figures into the file with --write, which needs --against and so has text and logits."""
+        if not self._options.write or self._base is None or text is None or logits is None:
+            return
+        name = text.name if text.name == BUILT_IN else text.path.name
+        quality = make_recorded_quality(statistics, log, source=self._base, text=text.path, text_name=name, logits=logits)
+        file.check_unchanged()
+        quality.write(file)
+        self._console.note(f"{file.parts[0].path}: figures recorded in its metadata")
 
     def _context(self) -> int:
         """Return the tokens per chunk: at most the context length of every model."""
@@ -258,7 +301,7 @@ class _Runs:
 
     def _base_logits(self, text: ScoredText, base: GGUFFile) -> BaseLogits:
         """Return the cached logits of the base if they match, else compute and cache them."""
-        cache = Path(os.path.realpath(self._options.base_logits or base.path.with_name(f"{base.stem}.logits.bin")))
+        cache = Path(os.path.realpath(self._options.base_logits or base.path.with_name(logits_cache_name(base.stem))))
         made_from = {
             "model": [fingerprint(part.path, header_bytes(part)) for part in base.parts], "text": fingerprint(text.path),
             "ctx_size": text.n_ctx, "chunks": text.n_chunks,

@@ -23,6 +23,7 @@ from .._encode.histogram import Histogram
 from .._formats.column_scales import KEY, ColumnScales, ScaledFile
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import n_importances
+from .._formats.quality import read_quality
 from .._formats.split import open_model
 from .._formats.tensor_types import DITTO3
 from .._native import library
@@ -154,7 +155,7 @@ def inspect(
         file = open_model(options.file)
         epsilons = read_epsilons(file)
         check_epsilons(file, epsilons)
-        stream_errors = read_stream_errors(file)
+        stream_errors, (quality, has_other_quality) = read_stream_errors(file), read_quality(file)
         scales = ColumnScales.read(file)
         original = None if options.against is None else open_model(options.against)
         if original is not None:
@@ -173,6 +174,7 @@ def inspect(
         return Inspection(
             path=options.file, n_tensors=len(file.tensors), against=options.against, importance=importance.describe(),
             made_with=file.value("quantize.imatrix.file"), findings=findings, total=total, histograms=histograms, stream_errors=stream_errors,
+            quality=quality, has_other_quality=has_other_quality,
         )
 
 

@@ -22,6 +22,7 @@ class QuantizeKeywords(TypedDict, total=False):
     target_types: str | None
     stock: bool
     sensitivity: str
+    no_target_check: bool
     pure: bool
     tensor_type: str | Sequence[str]
     token_embedding_type: str | None
@@ -58,6 +59,8 @@ class QuantizeKeywords(TypedDict, total=False):
     split_max_size: str | None
     part: str | None
     verify: bool
+    evaluate: bool
+    evaluation_chunks: int | None
     report: AnyPath | None
     upload: str | None
     model_card: AnyPath | None
@@ -89,6 +92,8 @@ class EvaluateKeywords(TypedDict, total=False):
     winogrande: AnyPath | None
     multiple_choice: AnyPath | None
     tasks: int | None
+    positions: int | None
+    write: bool
     picture: AnyPath | None
     force: bool
     threads: int | None

@@ -38,6 +38,9 @@ class TypeOptions:
     sensitivity: str = option(
         MEASURED, choices=SENSITIVITIES, help="sensitivity of tensors, for a target: measured on this model, or usual values of another (default: measured)"
     )
+    no_target_check: bool = option(
+        False, help="do not compare the types that a target chose with the best fixed type of that size, which takes a second encoding"
+    )
     pure: bool = option(False, record=5, help="use the base type of --type for embeddings and output matrix too")
     tensor_type: Sequence[str] = option(
         (), metavar="REGEX=TYPE", record=13,
@@ -76,6 +79,12 @@ class OutputOptions:
         None, metavar="I/N", help="write only part I of the N parts of OUT; N runs, on any machines, write a split model"
     )
     verify: bool = option(False, in_command=False, help="read the output back, compare it and run one token before renaming it to OUT")
+    evaluate: bool = option(
+        False, in_command=False, help="measure perplexity and KL divergence of OUT against IN, and record them in OUT's metadata"
+    )
+    evaluation_chunks: int | None = option(
+        None, metavar="N", minimum=2, in_command=False, help="with --evaluate: chunks of the built-in text to score (default: all)"
+    )
     report: Path | None = option(
         None, metavar="FILE", in_command=False, help="write types, sizes, errors and checksums of all tensors to this JSON file"
     )
@@ -101,11 +110,14 @@ class OutputOptions:
         return None if self.split_max_size is None else parse_split_size(self.split_max_size)
 
     def check(self) -> None:
-        """Raise UserError for options that contradict --dry-run or --part."""
-        for flag, value in (("split-max-size", self.split_max_size), ("model-card", self.model_card), ("upload", self.upload)):
+        """Raise UserError for options that do not go together."""
+        complete = {"split-max-size": self.split_max_size, "evaluate": self.evaluate or None, "model-card": self.model_card, "upload": self.upload}
+        for flag, value in complete.items():
             if self.part_number is not None and value is not None:
                 raise UserError(f"--{flag}: --part writes one part, and this is for the complete model; drop one of them")
-        for flag, is_given in (("verify", self.verify), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
+        if self.evaluation_chunks is not None and not self.evaluate:
+            raise UserError("--evaluation-chunks: pass --evaluate too")
+        for flag, is_given in (("verify", self.verify), ("evaluate", self.evaluate), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
             if self.is_dry and is_given:
                 raise UserError(f"--{flag}: --dry-run writes nothing; drop one of them")
 

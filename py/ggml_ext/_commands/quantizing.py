@@ -13,7 +13,7 @@ from .._allocation.allocation import Allocation, add_needed_low_types, allocate_
 from .._allocation.error_measurement import ErrorMeasurement
 from .._allocation.items import Item, make_items
 from .._allocation.target import Target
-from .._base.console import Console
+from .._base.console import BarsOnly, Console
 from .._base.encoding import to_json
 from .._base.errors import UserError
 from .._base.package import __version__
@@ -21,18 +21,21 @@ from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, check_hessians
 from .._calibration.scaling import provide_column_scales
-from .._encode.accuracy import NAMES_KEY, VALUES_KEY, MeasuredTensor, epsilon_metadata, read_epsilons
+from .._encode.accuracy import MeasuredTensor
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.column_scales import ColumnScales, ScaledFile
-from .._formats.gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
+from .._formats.gguf_file import GGUFFile, pack_header, string_value
 from .._formats.names import describe_tensors
-from .._formats.split import PARTS_KEY, SPLIT_KEYS
+from .._formats.quality import RecordedQuality
+from .._formats.split import PARTS_KEY
 from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, HINT
-from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, upstream_metadata, write_beside
+from .._output.conversion import Conversion, write_beside
+from .._output.metadata import error_metadata, output_metadata
 from .._output.other_parts import DEPENDENCY, digest_dependencies
+from .._output.output import Output
 from .._output.parts import PartNumber, part_metadata
 from .._plan.effects import report_options_without_effect
 from .._plan.imatrix_use import assign_imatrix, check_imatrix_types
@@ -41,15 +44,16 @@ from .._plan.plan import Choices, QuantizationPlan, check_fallbacks
 from .._plan.planning import make_plan
 from .._plan.uses import GraphUses
 from .._report.card import Card, describe_importance
+from .._report.recorded_quality import quality_lines
 from .._report.results import Result, TensorResult, Totals
 from .._report.tables import calibration_lines, error_warnings, hessian_record, summary, tensor_lines
-from .._sequential.errors import KEY as STREAM_KEY
-from .._sequential.errors import stream_metadata
 from .._sequential.estimate import configure_propagation
 from .._sequential.layers import PropagationConfig, SequentialQuantizer, check_cut
 from .estimate import Estimate, estimate
 from .opening import OpenedModel, open_model, plan_of_part
+from .output_quality import check_evaluation, evaluate_output
 from .settings import Settings
+from .target_check import check_target, list_fixed_types
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
@@ -77,6 +81,7 @@ def quantize(settings: Settings, console: Console) -> Result:
     with one_blas_thread(), contextlib.ExitStack() as stack:
         destination = prepare_upload(settings, console)
         model = open_model(settings, console, stack)
+        check_evaluation(settings, model.file)
         with model.file.explain_errors():
             job = plan_job(settings, model, console)
             report_plan(job.plan, console)
@@ -87,9 +92,11 @@ def quantize(settings: Settings, console: Console) -> Result:
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
             written = writing.write(console)
-        result = report_result(settings, writing, written, console)
+            writing, written = keep_better(settings, model, writing, written, console)
+        quality = evaluate_output(settings, model.file, written.paths, console)
+        result = report_result(settings, writing, written, quality, console)
     if destination is not None:
-        console.report(destination.upload([*result.paths], make_card(settings, writing, written).text()))
+        console.report(destination.upload([*result.paths], make_card(settings, writing, written, quality).text()))
     return result
 
 
@@ -113,6 +120,29 @@ def select_job(settings: Settings, job: QuantizationJob, console: Console) -> Qu
     return replace(job, plan=part.plan, model_plan=plan)
 
 
+def keep_better(
+    settings: Settings, model: OpenedModel, writing: QuantizeWritingJob, written: WrittenFile, console: Console
+) -> tuple[QuantizeWritingJob, WrittenFile]:
+    """Compare the types chosen for a size with the best fixed type, and return what wrote the better file."""
+    if (allocation := writing.job.allocation) is None:
+        return writing, written
+    silent = BarsOnly(console)
+
+    def write(other: Settings) -> tuple[QuantizeWritingJob, WrittenFile]:
+        assert other.output.path is not None
+        with contextlib.ExitStack() as stack:
+            fixed_model = replace(model, output=stack.enter_context(Output(other.output.path, force=True)))
+            fixed = prepare_writing(other, fixed_model, plan_job(other, fixed_model, silent), silent, stack)
+            return fixed, fixed.write(silent)
+
+    allocation, result = check_target(settings, model.file, allocation, written.paths[0], write, console)
+    if result is not None:
+        writing, written = replace(result[0], output=writing.output), replace(result[1], paths=written.paths)
+        for n, tensor in enumerate(written.results, 1):
+            console.event("tensor", {"index": n, "of": len(written.results), **tensor.record()})
+    return replace(writing, job=replace(writing.job, allocation=allocation)), written
+
+
 def prepare_upload(settings: Settings, console: Console) -> Destination | None:
     """Create the repository of --upload before the long work; return None without the option."""
     if settings.output.upload is None:
@@ -126,7 +156,8 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
     """Choose the types of all tensors and calibrate, or prepare calibration in a dry run."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.calibration)
-    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.calibration.imatrix_names()))
+    uses = GraphUses.read(model.file, settings.calibration.imatrix_names())
+    plan = make_plan(model.file, choices, has_imatrix, uses)
     report_options_without_effect(plan, choices)
     for note in plan.notes:
         console.note(note)
@@ -134,7 +165,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
         check_fallbacks(plan, choices.no_fallback)
     codec = settings.encoder.load(settings.n_threads)
     if target is not None:
-        job = plan_job_for_target(settings, target, model, plan, codec=codec, console=console)
+        job = plan_job_for_target(settings, target, model, plan, uses=uses, codec=codec, console=console)
     else:
         if not is_dry:
             check_encoders(codec, plan, choices.fallback_above is not None)
@@ -189,7 +220,7 @@ def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: Opene
 
 
 def plan_job_for_target(
-    settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, codec: Codec, console: Console
+    settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, uses: GraphUses, codec: Codec, console: Console
 ) -> QuantizationJob:
     """Check the weights, calibrate, choose types for a target, and configure --propagate."""
     choices, file = settings.choices, model.file
@@ -218,7 +249,7 @@ def plan_job_for_target(
         )
         scales = choose_scales(settings, model, plan, importance, console)
         header = find_largest_header(settings, file, plan, items, replace(importance, scales=scales))
-        allocation = allocate_types(target, items, header, measurement)
+        allocation = allocate_types(target, items, header, measurement, list_fixed_types(settings, file, uses))
     allocation.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
@@ -232,7 +263,9 @@ def plan_job_for_target(
 
 def cache_dir(settings: Settings) -> Path | None:
     """Return the directory of OUT with links resolved; None only without OUT."""
-    return None if settings.output.path is None else Path(os.path.realpath(settings.output.path)).parent
+    if settings.cache_path is not None or settings.output.path is None:
+        return settings.cache_path
+    return Path(os.path.realpath(settings.output.path)).parent
 
 
 def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: QuantizationPlan, console: Console) -> Importance:
@@ -256,33 +289,6 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
     return importance
 
 
-def output_metadata(
-    file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
-) -> dict[str, KeyValue]:
-    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in upstream file types, ggml-ext's.
-
-    Args:
-        file: the input.
-        choices: with the file type.
-        options: those that determine the bytes.
-        importance: the calibration statistics.
-        errors: from error_metadata().
-    """
-    if choices.file_type.is_upstream:
-        return upstream_metadata(file, choices.file_type.id, importance)
-    ext_metadata = [
-        *importance.metadata(),
-        uint32_value("general.file_type", choices.file_type.id),
-        uint32_value("general.quantization_version", QUANTIZATION_VERSION),
-        string_value("ggml_ext.version", __version__),
-        string_value("ggml_ext.type", choices.name),
-        string_value("ggml_ext.options", options),
-        *errors,
-    ]
-    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, STREAM_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
-    return old | {kv.key: kv for kv in ext_metadata}
-
-
 def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPlan, items: list[Item], importance: Importance) -> int:
     """Return an upper bound for the bytes of all headers, whatever types allocation chooses."""
     candidates = {item.planned.name: item.types for item in items}
@@ -293,32 +299,10 @@ def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPl
     propagates, max_bytes, part = settings.calibration.propagates, settings.output.max_bytes, settings.output.part_number
     options = settings.describe_options({q for types in candidates.values() for q in types}, propagates)
     errors = error_metadata(file, tensors, propagates)
-    metadata = output_metadata(file, settings.choices, options, importance, errors)
+    metadata = output_metadata(file, settings.choices, options, importance, errors, is_evaluated=settings.output.evaluate)
     header = pack_header(metadata, [t.tensor for t in plan.tensors], [t.type for t in plan.tensors], file.alignment)
     n_parts = part.count if part else 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
     return len(header) + n_parts * (PART_HEADER + file.alignment)
-
-
-def error_metadata(file: GGUFFile, tensors: Sequence[MeasuredTensor], propagates: bool) -> list[KeyValue]:
-    """Make the metadata of epsilons and, with --propagate, of the residual stream's errors."""
-    return epsilon_metadata(list_epsilons(file, tensors)) + (stream_metadata(tensors) if propagates else [])
-
-
-def list_epsilons(file: GGUFFile, tensors: Sequence[MeasuredTensor]) -> dict[str, float]:
-    """List the epsilons of the DITTO3 tensors of the output.
-
-    Tensors that are DITTO3 in the input are copied with their recorded epsilon. Tensors that --fallback-above replaced stay in the list,
-    so that the header's size does not change.
-    """
-    epsilons, recorded = {}, read_epsilons(file)
-    for t in tensors:
-        if t.planned.planned_type != DITTO3:
-            continue
-        if t.planned.tensor.type != DITTO3:
-            epsilons[t.planned.name] = float(t.accuracy.epsilon)
-        elif t.planned.name in recorded:
-            epsilons[t.planned.name] = recorded[t.planned.name]
-    return epsilons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,13 +311,14 @@ class QuantizeWritingJob(WritingJob):
 
     job: QuantizationJob
     max_bytes: int | None  # of a part
+    is_evaluated: bool  # --evaluate
 
     def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
         file, job, parts = self.conversion.file, self.job, self.output.parts
         model_plan = job.model_plan or job.plan
         all_tensors = tensors if job.model_plan is None else [MeasuredTensor(t) for t in model_plan.tensors]
         errors = error_metadata(file, all_tensors, job.propagation_config is not None)
-        metadata = output_metadata(file, job.choices, job.options, job.importance, errors)
+        metadata = output_metadata(file, job.choices, job.options, job.importance, errors, is_evaluated=self.is_evaluated)
         if self.part:
             metadata[PARTS_KEY] = string_value(PARTS_KEY, to_json(self.digests))
         headers = []
@@ -384,6 +369,7 @@ def prepare_writing(
         max_bytes=settings.output.max_bytes,
         part=part,
         digests={} if part is None else digest_dependencies(conversion, job.model_plan or job.plan, part.count, f"{job.choices.name} {job.options}"),
+        is_evaluated=settings.output.evaluate,
     )
 
 
@@ -411,7 +397,9 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
     )
 
 
-def report_result(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
+def report_result(
+    settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, quality: RecordedQuality | None, console: Console
+) -> Result:
     """Report the result, and write the files next to OUT."""
     job, output, path = writing.job, settings.output, writing.output.path
     plan, importance_text = job.plan, job.importance.describe()
@@ -422,6 +410,8 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
         plan, job.choices, terminal_width(), calibration=calibration_lines(importance_text, dead, hessians), tensors=written.tensors, seconds=written.seconds,
         allocation=job.allocation,
     ))
+    if quality is not None:
+        console.report("\n".join(["", *quality_lines(quality, False)]))
     if output.verify:
         run = "; one token run" if written.was_run else ""
         console.report(f"verified: {len(plan.tensors)} tensors read back without a difference{run}")
@@ -438,20 +428,21 @@ def report_result(settings: Settings, writing: QuantizeWritingJob, written: Writ
         "dead_columns": {name: c.n_dead for name, c in dead.items() if c.n_dead},
         "hessians": hessian_record(hessians),
         **(totals := Totals.compute(plan, written.tensors, job.allocation)).record(),
+        **({} if quality is None else {"quality": quality.record()}),
     }
     console.event("summary", record)
     if output.report is not None:
         report = {**record, "warnings": console.warnings, "tensors": [t.record() for t in written.results]}
         write_beside("--report", output.report, to_json(report, 1).encode() + b"\n", path, output.force)
     if output.model_card is not None:
-        write_beside("--model-card", output.model_card, make_card(settings, writing, written).text().encode(), path, output.force)
+        write_beside("--model-card", output.model_card, make_card(settings, writing, written, quality).text().encode(), path, output.force)
     return Result.make(
         written.results, totals, type=job.choices.name, options=job.options, importance=importance_text, warnings=console.warnings,
         paths=written.paths, seconds=written.seconds,
     )
 
 
-def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile) -> Card:
+def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, quality: RecordedQuality | None) -> Card:
     job, repo, path = writing.job, settings.source.hf_repo, settings.source.path
     source = repo or Path(os.path.abspath(path or "")).name
     return Card(
@@ -464,4 +455,5 @@ def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenF
         reference=source,
         command=settings.command,
         repo=repo,
+        quality=quality,
     )

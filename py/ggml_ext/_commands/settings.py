@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
@@ -45,6 +46,7 @@ class Settings:
     n_threads: int
     command: str
     excludes_propagate: str = ""
+    cache_path: Path | None = None  # of the directory for caches, if not that of OUT
 
     @classmethod
     def parse(cls, options: QuantizeOptions) -> Settings:

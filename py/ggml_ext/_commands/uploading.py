@@ -12,7 +12,9 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.option import option
 from .._evaluation.figures import KLD, PPL, SAME_TOP
+from .._formats.quality import read_quality
 from .._formats.split import open_model
+from .._report.recorded_quality import QUALITY_TITLE, recorded_section
 from .._source.checkpoint import require_extra
 from .._source.hub import ConnectionBroken, describe_break, first_line, retry, status_of
 
@@ -121,7 +123,10 @@ def upload(options: UploadOptions, console: Console) -> str:
 
 
 def read_card(options: UploadOptions) -> str | None:
-    """Read the card and add the table of --quality. Raise UserError for files that cannot be read."""
+    """Read the card and add the table of --quality, or the figures that the file records unless the card has some.
+
+    UserError for files that cannot be read.
+    """
     if options.model_card is None:
         if options.quality is not None:
             raise UserError("--quality adds a table to the model card: pass --model-card too")
@@ -130,7 +135,13 @@ def read_card(options: UploadOptions) -> str | None:
         card = options.model_card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--model-card: cannot read {options.model_card}: {getattr(e, 'strerror', None) or e}") from e
-    return card if options.quality is None else f"{card.rstrip()}\n\n{quality_section(options.quality)}\n"
+    if options.quality is not None:
+        section = quality_section(options.quality)
+    elif QUALITY_TITLE not in card and (recorded := read_quality(open_model(options.file))[0]):
+        section = "\n".join(recorded_section(recorded))
+    else:
+        return card
+    return f"{card.rstrip()}\n\n{section}\n"
 
 
 def quality_section(path: Path) -> str:
@@ -149,7 +160,7 @@ def quality_section(path: Path) -> str:
         raise UserError(f"--quality: {path} is not the output of ggml-ext evaluate --json: run it again") from e
     if scored.endswith("built-in"):
         scored += " text of ggml-ext"
-    return "\n".join(["## Quality", "", *lines, "", f"Measured with `ggml-ext evaluate` on {scored}."])
+    return "\n".join([QUALITY_TITLE, "", *lines, "", f"Measured with `ggml-ext evaluate` on {scored}."])
 
 
 def _format_figure(figure: list | None, digits: int) -> str:

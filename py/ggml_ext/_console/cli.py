@@ -127,7 +127,7 @@ def run_command(
         error, message, code = e, str(e), 1
         trace = _trace(e, args) if e.__cause__ is not None else None
     except StopRequest as e:
-        error, message, code = e, f"interrupted, {stopped()}", 128 + e.number
+        error, message, code = e, f"interrupted, {e.state or stopped()}", 128 + e.number
     except BrokenPipeError as e:
         _discard_stdout()
         error, message, code = e, f"standard output was closed; {STDOUT_HINT}", 1

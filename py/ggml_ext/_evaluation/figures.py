@@ -19,10 +19,11 @@ class Figure(NamedTuple):
 
 # names in the statistics
 PPL, BASE_PPL, LN_RATIO, KLD, SAME_TOP = "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Same top p"
+KLD_99 = "99.0% KLD"
 # kind of task -> llama-perplexity's option for its file
 TASKS = {"hellaswag": "-f", "winogrande": "-f", "multiple-choice": "-bf"}
 CHUNK_OF_PPL = re.compile(r"\[(\d+)\]([-\w.]+),")
-CHUNK_OF_KLD = re.compile(r"^ *(\d+) +\S+ ± +\S+ +(\S+) ± +\S+ +\S+ ±", re.M)
+CHUNK_OF_KLD = re.compile(r"^ *(\d+) +\S+ ± +\S+ +(\S+) ± +\S+ +(\S+) ±", re.M)
 TASK = re.compile(r"^(\d+)\t *([\d.]+)", re.M)  # tasks so far, percent of right answers
 
 
@@ -60,12 +61,17 @@ def chunk_sums(log: str) -> list[float]:
     The log has means over the chunks so far, with four decimals of the perplexity and five of the logarithm.
     """
     if lines := CHUNK_OF_KLD.findall(log):
-        return [int(n) * float(mean) for n, mean in lines]
+        return [int(n) * float(mean) for n, mean, _ in lines]
     return [int(n) * math.log(float(mean)) for n, mean in CHUNK_OF_PPL.findall(log)]
 
 
+def kld_sums(log: str) -> list[float]:
+    """Return the cumulative sums of the KL divergence over chunks; none without a base. The log has means with five decimals."""
+    return [int(n) * float(mean) for n, _, mean in CHUNK_OF_KLD.findall(log)]
+
+
 def compare_paired(first: Sequence[float], second: Sequence[float]) -> Figure | None:
-    """Return ln(PPL first / PPL second) from chunk_sums() of two runs on the same chunks.
+    """Return the mean difference, ln(PPL first / PPL second) or that of the KL divergence, from the sums of two runs on the same chunks.
 
     The standard error is that of the differences per chunk, in which the difficulty of a chunk cancels. Rounding in the logs adds up to
     1e-5 times the chunk's number to a difference, which only increases the error. None for fewer than two or different numbers of chunks.

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from .._base.errors import UserError
-from .._base.files import read_record
+from .._base.files import mapping_error, read_record
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,28 @@ class BaseLogits:
             )
         return logits
 
+    @property
+    def n_scored(self) -> int:
+        """The number of scored tokens: the second half of each chunk."""
+        return self.n_chunks * (self.n_ctx - 1 - self.n_ctx // 2)
+
+    @property
+    def _row_values(self) -> int:
+        """The 16-bit values of a row: two floats, and n_vocab values padded to an even number."""
+        return 4 + 2 * ((self.n_vocab + 1) // 2)
+
     def n_bytes(self) -> int:
-        """Return the size of a complete file. A row has n_vocab values, padded to an even number, and two floats."""
-        row = 2 * (2 * ((self.n_vocab + 1) // 2) + 4)
-        return self.HEADER.size + self.n_chunks * (4 * self.n_ctx + (self.n_ctx - 1 - self.n_ctx // 2) * row)
+        """Return the size of a complete file."""
+        return self.HEADER.size + 4 * self.n_chunks * self.n_ctx + 2 * self.n_scored * self._row_values
+
+    def read_chunk(self, chunk: int) -> np.ndarray:
+        """Map the logits of a chunk: uint16 (scored tokens, values of a row). UserError if the file cannot be mapped."""
+        n_rows = self.n_scored // self.n_chunks
+        start = self.HEADER.size + 4 * self.n_chunks * self.n_ctx + 2 * chunk * n_rows * self._row_values
+        try:
+            return np.memmap(self.path, "<u2", "r", start, (n_rows, self._row_values))
+        except OSError as e:
+            raise UserError(mapping_error(self.path, e)) from e
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ def find_passes(path: Path) -> list[Path]:
     return [p for _, _, p in passes] or [path]
 
 
+def logits_cache_name(stem: str) -> str:
+    """Return the name of a model's cached logits."""
+    return f"{stem}.logits.bin"
+
+
 def choice_cache_name(stem: str) -> str:
     """Return the name of a model's cached sensitivities."""
     return f"{stem}.choice.json"

@@ -212,6 +212,7 @@ class GGUFFile:
             self.metadata[kv.key] = kv
         self.alignment = self._read_alignment()
         self.tensors = self._read_tensors(cursor, n_tensors)
+        self.n_header = cursor.position  # bytes before the padding
 
     @property
     def parts(self) -> list[GGUFFile]:
@@ -417,15 +418,16 @@ def string_value(key: str, value: str) -> KeyValue:
 
 def strings_value(key: str, values: list[str]) -> KeyValue:
     raw = b"".join(struct.pack("<Q", len(v.encode())) + v.encode() for v in values)
-    return _array(key, GGUFValueType.STRING, len(values), raw)
+    return array_value(key, GGUFValueType.STRING, len(values), raw)
 
 
 def floats_value(key: str, values: np.ndarray) -> KeyValue:
     """Build an array entry of float32 (n,)."""
-    return _array(key, GGUFValueType.FLOAT32, len(values), values.astype("<f4").tobytes())
+    return array_value(key, GGUFValueType.FLOAT32, len(values), values.astype("<f4").tobytes())
 
 
-def _array(key: str, element: GGUFValueType, count: int, raw: bytes) -> KeyValue:
+def array_value(key: str, element: GGUFValueType, count: int, raw: bytes) -> KeyValue:
+    """Build an array entry of `count` elements, serialized in `raw`."""
     return KeyValue(key, GGUFValueType.ARRAY, None, struct.pack("<IIQ", GGUFValueType.ARRAY, element, count) + raw)
 
 

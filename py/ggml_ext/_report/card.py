@@ -22,8 +22,10 @@ from .._calibration.importance import BUILT_IN, Importance
 from .._encode.accuracy import MeasuredTensor, sum_errors
 from .._formats.gguf_file import GGUFFile, bits_per_weight
 from .._formats.names import tensor_class
+from .._formats.quality import RecordedQuality
 from .._native import library
 from .._plan.plan import QuantizationPlan
+from .recorded_quality import recorded_section
 
 HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+?)(?:\.git)?/?$")
 YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
@@ -45,10 +47,13 @@ class Card:
     reference: str  # the model that errors are measured against
     command: str
     repo: str | None = None  # ORG/NAME of --hf-repo
+    quality: RecordedQuality | None = None  # in the file's metadata
 
     def text(self) -> str:
         title = f"# {self._name()}, {self.title}"
         parts = [self._front_matter(), title, self._description(), self._usage(), self._table(), self._provenance()]
+        if self.quality is not None:
+            parts.insert(4, "\n".join(recorded_section(self.quality)))
         return "\n\n".join(parts) + "\n"
 
     # --- front matter ---

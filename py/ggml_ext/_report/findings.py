@@ -11,7 +11,9 @@ from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._encode.histogram import Histogram
 from .._formats.gguf_file import Tensor
+from .._formats.quality import RecordedQuality
 from .._formats.tensor_types import DITTO3
+from .recorded_quality import quality_lines
 from .results import error_record
 
 N_LAYERS = 10  # printed errors of the residual stream; --json has all
@@ -61,6 +63,8 @@ class Inspection:
         total: the errors of all tensors together; None without an original.
         histograms: by type; None without --histograms.
         stream_errors: errors of the residual stream by layer; empty without --propagate.
+        quality: the recorded figures, if they hold for the file.
+        has_other_quality: the file has figures of other weights.
     """
 
     path: Path
@@ -72,6 +76,8 @@ class Inspection:
     total: Accuracy | None
     histograms: dict[str, Histogram] | None
     stream_errors: Sequence[float] = ()
+    quality: RecordedQuality | None = None
+    has_other_quality: bool = False
 
     def record(self) -> dict:
         """Return the values for JSON."""
@@ -82,6 +88,8 @@ class Inspection:
         if self.total is not None:
             out |= {"against": str(self.against), "importance": self.importance}
             totals |= error_record(self.total)
+        if self.quality is not None:
+            out["quality"] = self.quality.record()
         if self.stream_errors:
             out["stream_errors"] = list(self.stream_errors)
         if self.histograms is not None:
@@ -91,7 +99,7 @@ class Inspection:
     def lines(self) -> list[str]:
         """Return the lines below the table."""
         return [
-            *summary_lines(self), *stream_lines(self.stream_errors), *([] if self.histograms is None else histogram_lines(self.histograms))
+            *summary_lines(self), *quality_lines(self.quality, self.has_other_quality), *stream_lines(self.stream_errors), *([] if self.histograms is None else histogram_lines(self.histograms))
         ]
 
 

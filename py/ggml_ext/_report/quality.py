@@ -25,6 +25,7 @@ class Quality:
         types: bytes by tensor type.
         statistics: by llama-perplexity's names; without a base only the perplexity, with tasks alone nothing.
         scores: percentage of right answers by kind of task.
+        positions: KL divergence in each range of positions; none without --positions.
     """
 
     path: Path
@@ -34,33 +35,49 @@ class Quality:
     types: dict[str, int]
     statistics: dict[str, Figure] = field(default_factory=dict)
     scores: dict[str, Figure] = field(default_factory=dict)
+    positions: Sequence[Figure] = ()
 
     def record(self) -> dict:
         return {
             "file": str(self.path), "label": self.label, "bytes": self.n_bytes, "bpw": self.bpw, "types": self.types,
             "statistics": {name: list(figure) for name, figure in self.statistics.items()},
             "scores": {kind: list(figure) for kind, figure in self.scores.items()},
+            **({"positions": list(map(list, self.positions))} if self.positions else {}),
         }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The paired difference ln(PPL first / PPL second) on the same chunks."""
+    """The paired differences of two models on the same chunks: ln(PPL first / PPL second), that of the KL divergence, None without a base, and
+    that of the KL divergence in each range of positions."""
 
     first: str
     second: str
     ln_ratio: Figure
+    kld: Figure | None = None
+    positions: Sequence[Figure] = ()
 
-    def line(self) -> str:
-        value, error = self.ln_ratio.value, self.ln_ratio.error or 0.0
-        verdict = "not significant" if abs(value) < 2 * error else "lower perplexity" if value < 0 else "higher perplexity"
-        in_errors = f", {abs(value) / error:.1f} standard errors" if error else ""
-        return f"{self.first} against {self.second}: ln(PPL ratio) {value:+.5f} +- {error:.5f}{in_errors}: {verdict}"
+    def lines(self) -> list[str]:
+        named = [("ln(PPL ratio)", "perplexity", self.ln_ratio), ("KL divergence", "KL divergence", self.kld)]
+        return [f"{self.first} against {self.second}: {_difference(title, what, figure)}" for title, what, figure in named if figure]
+
+    def record(self) -> dict:
+        return {
+            "first": self.first, "second": self.second, "ln_ratio": list(self.ln_ratio), **({"kl_divergence": list(self.kld)} if self.kld else {}),
+            **({"positions": list(map(list, self.positions))} if self.positions else {}),
+        }
+
+
+def _difference(title: str, what: str, figure: Figure) -> str:
+    value, error = figure.value, figure.error or 0.0
+    verdict = "not significant" if abs(value) < 2 * error else f"lower {what}" if value < 0 else f"higher {what}"
+    in_errors = f", {abs(value) / error:.1f} standard errors" if error else ""
+    return f"{title} {value:+.5f} +- {error:.5f}{in_errors}: {verdict}"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation. text: describes the scored text; base: the model of --against, or None."""
+    """The result of an evaluation. text: describes the scored text; base: the model of --against, or None; ranges: of --positions, first and end."""
 
     text: dict
     n_ctx: int
@@ -68,6 +85,7 @@ class Evaluation:
     base: Quality | None
     models: list[Quality]
     pairs: list[Pair]
+    ranges: Sequence[tuple[int, int]] = ()
 
     @property
     def has_kld(self) -> bool:
@@ -83,7 +101,18 @@ class Evaluation:
         if kinds := list(dict.fromkeys(kind for row in rows for kind in row.scores)):
             heading = " ".join(f"{kind + ', %':>18}" for kind in kinds)
             lines += format_table("model", heading, [(r.label, " ".join(_score(r.scores.get(kind)) for kind in kinds)) for r in rows], width)
-        return [*lines, *([""] if self.pairs else []), *(pair.line() for pair in self.pairs)]
+        if self.ranges:
+            lines += self._position_table(width)
+        return [*lines, *([""] if self.pairs else []), *(line for pair in self.pairs for line in pair.lines())]
+
+    def _position_table(self, width: int) -> list[str]:
+        """Tabulate the KL divergence by position, and its differences from the first model's: a line per range, or names would not fit."""
+        named = [(row.label, row.positions) for row in self.models] + [(f"{p.first} against {p.second}", p.positions) for p in self.pairs]
+        lines = []
+        for label, figures in named:
+            rows = [(f"{start}-{end - 1}", _figure(figure, 22, 5)) for (start, end), figure in zip(self.ranges, figures, strict=True)]
+            lines += format_table(f"positions, {label}", f"{'KL divergence':>22}", rows, width)
+        return lines
 
     def record(self) -> dict:
         """Return what `ggml-ext evaluate --json` prints. A figure is [value, standard error]."""
@@ -91,7 +120,8 @@ class Evaluation:
             "ggml_ext": __version__, "text": self.text, "ctx_size": self.n_ctx, "chunks": self.n_chunks,
             "base": self.base and self.base.record(),
             "models": [model.record() for model in self.models],
-            "paired": [{"first": p.first, "second": p.second, "ln_ratio": list(p.ln_ratio)} for p in self.pairs],
+            **({"ranges": list(map(list, self.ranges))} if self.ranges else {}),
+            "paired": [pair.record() for pair in self.pairs],
         }
 
 
