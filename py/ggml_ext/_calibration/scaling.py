@@ -140,6 +140,7 @@ def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path
     # so few chunks are not worth a proxy
     options = replace(options, proxy_model=SOURCE, devices=DeviceOptions(), n_chunks=min(N_CHUNKS, options.n_chunks or N_CHUNKS))
     setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program, console=Console())
+    file.complete(PROGRAM)
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
         run = CalibrationRun(**vars(setup), kind="diagonal")
         return ImportanceMatrix(run_pass(run, file.path.absolute(), None, directory=temporary, title="inputs", console=console))
