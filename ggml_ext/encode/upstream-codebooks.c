@@ -330,7 +330,7 @@ static bool rows_init(struct upstream_rows * x, const struct codebook_layout * t
 void upstream_encode_codebooks(enum ggml_type type, const float * src, void * dst, int64_t n_rows, const float * importance,
                                const struct upstream_metric * m, int sweeps) {
     const struct codebook_layout * t = codebook_layout(type);
-    const struct upstream_coder coder = {load_row, store_row, set_step, refresh_errors, decide_panel, descend, t->sub};
+    const struct upstream_coder coder = {load_row, store_row, set_step, NULL, refresh_errors, decide_panel, descend, t->sub};
     struct upstream_rows x;
     float * diagonal = malloc((size_t) m->n_per_row*sizeof(float));
     const bool allocated = rows_init(&x, t, m) && diagonal;

@@ -17,6 +17,7 @@ enum {
     SWEEP_PANEL = 256, // columns of a descent
     TILE_ROWS   = 4,   // whose sums stay in registers
     SCALE_STEPS = 2,   // up and down, for each integer of a sub-block
+    STEP_CANDIDATES = 16, // of a search for first steps
 };
 
 typedef float   lanes      __attribute__((vector_size(64), aligned(16)));
@@ -188,6 +189,7 @@ struct upstream_coder {
     void (*load_row)(struct upstream_rows * x, int r, const float * src, char * blocks); // into lane r, from the blocks of upstream's encoder
     void (*store_row)(const struct upstream_rows * x, int r, char * blocks);
     void (*set_step)(struct upstream_rows * x, int64_t s);
+    void (*search_steps)(struct upstream_rows * x); // first steps other than those of upstream's encoder; may be NULL
     void (*refresh_errors)(struct upstream_rows * x, int64_t begin, int64_t n); // recompute e, without the rounding errors of a descent
     void (*decide_panel)(struct upstream_rows * x, int64_t first_k, int64_t last_k, lanes * goal); // first codes, in the order of decisions
     void (*descend)(struct upstream_rows * x, struct panel * p);
@@ -232,6 +234,9 @@ static void upstream_encode_matrix(const struct upstream_coder * coder, struct u
     }
     coder->refresh_errors(x, 0, x->n);
     memcpy(x->e_upstream, x->e, (size_t) x->n*sizeof(lanes));
+    if (coder->search_steps) {
+        coder->search_steps(x);
+    }
     upstream_decide(coder, x);
     for (int i = 0; i < sweeps; ++i) {
         upstream_sweep(coder, x);

@@ -1,4 +1,5 @@
-// Encode upstream's scalar types under a Hessian. The initial scales are those of upstream's encoder. Then, for each Hessian of a row:
+// Encode upstream's scalar types under a Hessian. The initial scales are those of upstream's encoder, or of a search that starts from the largest
+// weight of a sub-block. Then, for each Hessian of a row:
 //   1. choose codes column by column with error feedback, those of the largest mean square input first (GPTQ's "act-order")
 //   2. sweep over panels of columns: refit the halves of a block, then descend over codes and over the scales of sub-blocks in turn
 // Lanes hold 16 rows. Every float operation has one order, so that the numpy reference gives the same bytes
@@ -13,11 +14,13 @@
 
 // --- levels ----------------------------------------------------------------------------------------------------------
 
+static const int8_t * const k_tables[] = {[LEVELS_IQ4] = kvalues_iq4nl, [LEVELS_FP4] = k_levels_fp4, [LEVELS_SIGN] = k_levels_sign};
+
 // Return the level nearest to v; of two equals the even one, in a table the larger one.
 LANES_INLINE lanes nearest_level(const struct upstream_layout * t, const int8_t * table, lanes v) {
-    if (t->has_table) {
+    if (t->levels != INTEGERS) {
         lanes level = lanes_splat(table[0]);
-        for (int i = 1; i < 16; ++i) {
+        for (int i = 1; i <= t->high; ++i) {
             const lanes middle = lanes_splat(0.5f*((float) table[i - 1] + (float) table[i]));
             level = lanes_select(v >= middle, lanes_splat(table[i]), level);
         }
@@ -32,7 +35,7 @@ LANES_INLINE lanes nearest_level(const struct upstream_layout * t, const int8_t 
 
 static uint8_t find_code(const struct upstream_layout * t, const int8_t * table, float level) {
     int code = 0;
-    if (!t->has_table) {
+    if (t->levels == INTEGERS) {
         return (uint8_t) ((int) level - t->low);
     }
     while (code < t->high && (float) table[code] < level) {
@@ -48,6 +51,65 @@ static void set_step(struct upstream_rows * x, int64_t s) {
     const lanes one = lanes_splat(1), zero = lanes_splat(0);
     const lanes_i is_zero = x->step[s] == zero;
     x->inverse[s] = lanes_select(is_zero, zero, one/lanes_select(is_zero, one, x->step[s]));
+}
+
+// Round to the nearest value of the scale's format.
+LANES_INLINE lanes round_scale(const struct upstream_layout * t, lanes v) {
+    if (t->scale == HALF) {
+        return round_to_fp16(v);
+    }
+    for (int r = 0; r < LANES; ++r) {
+        v[r] = upstream_round_step(t->scale, v[r]);
+    }
+    return v;
+}
+
+// --- first scales ----------------------------------------------------------------------------------------------------
+
+// Consider a step for sub-block s by the error of its nearest levels, weighted by the diagonal of H; then the step that fits these levels best.
+LANES_INLINE void consider_step(struct upstream_rows * x, int64_t s, const float * h, lanes step, lanes * best) {
+    const lanes   zero = lanes_splat(0), one = lanes_splat(1);
+    const lanes_i is_zero = step == zero;
+    const lanes   inverse = lanes_select(is_zero, zero, one/lanes_select(is_zero, one, step));
+    lanes cost = zero, ll = zero, lw = zero;
+    for (int i = 0; i < x->t->sub; ++i) {
+        const lanes w = x->w[s*x->t->sub + i], level = nearest_level(x->t, x->table, w*inverse), e = w - step*level, weighted = lanes_splat(h[i])*level;
+        cost += lanes_splat(h[i])*(e*e);
+        ll   += weighted*level;
+        lw   += weighted*w;
+    }
+    const lanes_i fits = ll > zero;
+    const lanes   refit = round_scale(x->t, lanes_select(fits, lw/lanes_select(fits, ll, one), step)), rise = refit - step;
+    const lanes   refit_cost = cost + rise*(ll*rise - ((lw - ll*step) + (lw - ll*step)));
+    const lanes_i is_better = refit_cost < cost;
+    step = lanes_select(is_better, refit, step);
+    cost = lanes_select(is_better, refit_cost, cost);
+    x->d[s] = lanes_select(cost < *best, step, x->d[s]);
+    *best   = lanes_select(cost < *best, cost, *best);
+}
+
+// Choose the first step of each sub-block.
+EXT_CLONES __attribute__((noinline))
+static void search_steps(struct upstream_rows * x) {
+    const struct upstream_layout * t = x->t;
+    const float * H = x->m->H + x->first*x->m->columns;
+    for (int64_t s = 0; s < x->n/t->sub && t->search.step > 0; ++s) {
+        float h[QK_K];
+        lanes largest = lanes_splat(0), best = lanes_splat(FLT_MAX);
+        for (int i = 0; i < t->sub; ++i) {
+            const lanes w = x->w[s*t->sub + i], magnitude = lanes_select(w < lanes_splat(0), -w, w);
+            largest = lanes_select(magnitude > largest, magnitude, largest);
+            h[i] = H[upstream_index(x->n, s*t->sub + i, s*t->sub + i)];
+        }
+        for (int k = 0; k < STEP_CANDIDATES; ++k) {
+            const lanes step = round_scale(t, largest*lanes_splat(t->search.first + (float) k*t->search.step));
+            consider_step(x, s, h, step, &best);
+            if (t->search.negative) {
+                consider_step(x, s, h, -step, &best);
+            }
+        }
+        set_step(x, s);
+    }
 }
 
 // --- first codes -----------------------------------------------------------------------------------------------------
@@ -168,8 +230,8 @@ LANES_INLINE void search_integers(const struct upstream_rows * x, int64_t s, con
     }
 }
 
-// Try the halves nearest to the least-squares solution, without a min the scale alone.
-LANES_INLINE void search_halves(const struct upstream_rows * x, int64_t s, const struct quadratic * f, struct change * best) {
+// Try the floats nearest to the least-squares solution, without a min the scale alone.
+LANES_INLINE void search_floats(const struct upstream_rows * x, int64_t s, const struct quadratic * f, struct change * best) {
     const lanes one = lanes_splat(1), zero = lanes_splat(0);
     lanes a, b = zero;
     if (x->t->has_min) {
@@ -182,7 +244,7 @@ LANES_INLINE void search_halves(const struct upstream_rows * x, int64_t s, const
         const lanes_i solvable = f->ll > zero;
         a = lanes_select(solvable, f->gl*(one/lanes_select(solvable, f->ll, one)), zero);
     }
-    const lanes scale = round_to_fp16(x->d[s] + a), min = x->t->has_min ? round_to_fp16(x->dmin[s] + b) : zero;
+    const lanes scale = round_scale(x->t, x->d[s] + a), min = x->t->has_min ? round_to_fp16(x->dmin[s] + b) : zero;
     const lanes step = scale - x->d[s], base = x->t->has_min ? min - x->dmin[s] : zero;
     consider(best, x->d[s] != zero, evaluate_quadratic(f, step, base), step, base, scale, min);
 }
@@ -198,7 +260,7 @@ static void descend_scales(struct upstream_rows * x, struct panel * p) {
         if (integers) {
             search_integers(x, s, &f, &best);
         } else {
-            search_halves(x, s, &f, &best);
+            search_floats(x, s, &f, &best);
         }
         if (!lanes_any(best.cost < lanes_splat(0))) {
             continue;
@@ -297,14 +359,14 @@ static void load_row(struct upstream_rows * x, int r, const float * src, char * 
         upstream_load(t, blocks + j/t->block*size, &b);
         for (int s = 0; s < t->block/t->sub; ++s) {
             const int64_t s_row = j/t->sub + s;
-            x->d[s_row][r]     = b.d;
+            x->d[s_row][r]     = t->scale == HALF ? b.d : upstream_get_step(t->scale, b.scale[s]);
             x->dmin[s_row][r]  = b.dmin;
             x->scale[s_row][r] = (float) b.scale[s];
             x->min[s_row][r]   = (float) b.min[s];
         }
         for (int i = 0; i < t->block; ++i) {
             x->w[j + i][r]     = src[j + i];
-            x->level[j + i][r] = t->has_table ? (float) x->table[b.code[i]] : (float) (b.code[i] + t->low);
+            x->level[j + i][r] = t->levels != INTEGERS ? (float) x->table[b.code[i]] : (float) (b.code[i] + t->low);
         }
     }
 }
@@ -317,7 +379,7 @@ static void store_row(const struct upstream_rows * x, int r, char * blocks) {
         b.d    = x->d[j/t->sub][r];
         b.dmin = x->dmin[j/t->sub][r];
         for (int s = 0; s < t->block/t->sub; ++s) {
-            b.scale[s] = (int) x->scale[j/t->sub + s][r];
+            b.scale[s] = t->scale == HALF ? (int) x->scale[j/t->sub + s][r] : upstream_get_step_bits(t->scale, x->d[j/t->sub + s][r]);
             b.min[s]   = (int) x->min[j/t->sub + s][r];
         }
         for (int i = 0; i < t->block; ++i) {
@@ -331,7 +393,7 @@ static void store_row(const struct upstream_rows * x, int r, char * blocks) {
 static bool rows_init(struct upstream_rows * x, const struct upstream_layout * t, const struct upstream_metric * m) {
     const int64_t n = m->columns, n_sub = n/t->sub;
     lanes * memory = calloc((size_t) (5*n + 7*n_sub), sizeof(lanes));
-    *x = (struct upstream_rows) {.t = t, .m = m, .table = kvalues_iq4nl, .w = memory, .panel = calloc(1, sizeof(struct panel))};
+    *x = (struct upstream_rows) {.t = t, .m = m, .table = k_tables[t->levels], .w = memory, .panel = calloc(1, sizeof(struct panel))};
     if (memory != NULL) {
         lanes ** const column_arrays[] = {&x->w, &x->e, &x->level, &x->e_order, &x->e_upstream};
         lanes ** const sub_block_arrays[] = {&x->d, &x->dmin, &x->scale, &x->min, &x->step, &x->base, &x->inverse};
@@ -349,7 +411,7 @@ void upstream_encode_scalars(enum ggml_type type, const float * src, void * dst,
                              int sweeps) {
     const struct upstream_layout * t = upstream_layout(type);
     struct upstream_rows x;
-    const struct upstream_coder coder = {load_row, store_row, set_step, refresh_errors, decide_panel, descend, t->sub};
+    const struct upstream_coder coder = {load_row, store_row, set_step, search_steps, refresh_errors, decide_panel, descend, t->sub};
     const bool allocated = rows_init(&x, t, m);
     GGML_ASSERT(allocated);
     ggml_quantize_chunk(type, src, dst, 0, n_rows, m->n_per_row, importance);

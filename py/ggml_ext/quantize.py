@@ -14,7 +14,7 @@ from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import FormatOptions, Terminal
 from ._formats.names import list_types_by_bits
-from ._plan.file_types import UPSTREAM_ALIASES, UPSTREAM_FILES
+from ._plan.file_types import FP4_FILES, UPSTREAM_ALIASES, UPSTREAM_FILES
 from ._plan.recipes import RECIPES
 from ._plan.uses import SMALL_FLOOR, SMALL_PART
 
@@ -36,6 +36,7 @@ def describe_types() -> str:
     return "\n".join([
         "ggml-ext types:", *types, "quant mixes:", *(f"  {r.name}: {r.about}" for r in RECIPES.values()),
         "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *list_types_by_bits([*UPSTREAM_FILES, *UPSTREAM_ALIASES]),
+        f"4-bit floats, with the types that llama-quantize gives q4_0: {', '.join(FP4_FILES)}",
         "A target chooses from these types and the type of the input:", f"  {', '.join(DEFAULT_TYPES)}",
         "With --stock it chooses from:", f"  {', '.join(UPSTREAM_TYPES)}",
         "Without output.weight, the token embeddings get the type of the output matrix.",

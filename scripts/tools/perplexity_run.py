@@ -17,6 +17,7 @@ from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._evaluation.perplexity import require_finite
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.programs import tool_path
+from ggml_ext._plan.file_types import FP4_FILES
 from ggml_ext._plan.recipes import RECIPES
 
 Result = TypeVar("Result")
@@ -24,9 +25,10 @@ Result = TypeVar("Result")
 # Upstream type -> file type that makes it with --pure. IQ2_S would make IQ2_XS, and Q2_K_S, which makes Q2_K too, needs an imatrix.
 UPSTREAM_TYPES = {name: name.upper() for name in (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs",
-    "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
+    "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "q1_0", "q2_0", *FP4_FILES,
 )} | {"iq2_s": "IQ2_M"}
 EXT_TYPES = (*WEIGHT_TYPES, *RECIPES)
+MADE_BY_GGML_EXT = (*EXT_TYPES, *FP4_FILES)  # llama-quantize has no --type for them
 # llama-quantize refuses them without an imatrix, or they are poor
 NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 # one type for all block weights, so that files differ in nothing else
@@ -144,7 +146,7 @@ def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imat
         kind: key of IMPORTANCE; with block and full, ggml-ext makes upstream types too, otherwise llama-quantize.
     """
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
-    if type_name in EXT_TYPES or kind != "imatrix":
+    if type_name in MADE_BY_GGML_EXT or kind != "imatrix":
         importance += ["--importance", IMPORTANCE[kind]] if imatrix_file else ["--importance", "none"]
         quantize_with_ggml_ext(model, out, UPSTREAM_TYPES.get(type_name, type_name), *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:

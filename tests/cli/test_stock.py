@@ -20,7 +20,7 @@ from helpers.native import STOCK, require_built
 
 workspace = calibration_folder.workspace  # the fixture
 NEED_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "iq3_xxs", "iq3_xs")
-ROWS_TOO = ("q2_k", "q3_k_l", "q5_k_s", "q6_k", "q8_0", "iq4_xs", "tq1_0", "mxfp4_moe")
+ROWS_TOO = ("q2_k", "q2_0", "q3_k_l", "q5_k_s", "q6_k", "q8_0", "iq4_xs", "tq1_0", "mxfp4_moe")
 SOME_ROWS = {"attn_q": 320, "attn_k": 96, "ffn_down": 100}  # fits no block of 256, or of 32
 
 
@@ -134,7 +134,7 @@ def test_types_of_the_reference_model_match(model, lib, tmp_path, name):
 
 
 QUICKLY_MADE = ("q4_0", "q3_k_l", "q4_k_m", "iq4_nl")
-MADE = (*QUICKLY_MADE, "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "iq1_m", "iq2_m", "iq3_xxs")
+MADE = (*QUICKLY_MADE, "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "q2_0", "iq1_m", "iq2_m", "iq3_xxs")
 
 
 @pytest.mark.parametrize(("kind", "name"), kinds_and_names(MADE, QUICKLY_MADE))
@@ -193,6 +193,27 @@ def test_fallbacks_match_llama_quantize(models, tmp_path, name):
     assert len(told) == done.stderr.count("\n") and f"requested {name.upper()}, " in done.stdout and "use fallback types (rows of" in done.stdout
     refused = run_quantize(source, tmp_path / "none.gguf", "--type", name, "--no-fallback")
     check_error(refused, "--no-fallback: ", "rows of ", "instead of")
+
+
+@pytest.mark.parametrize(("name", "file_type"), [("mxfp4", "MOSTLY_MXFP4_MOE"), ("nvfp4", "MOSTLY_NVFP4")])
+def test_dense_models_get_4_bit_floats(lib, models, tmp_path, name, file_type):
+    """llama-quantize does not make such files; they have the types of its Q4_0 without an imatrix, and llama.cpp's bytes."""
+    source, out = models["heads"][0], tmp_path / "out.gguf"
+    quantize(source, out, "--type", name, "--no-calibration")
+    llama_quantize(source, tmp_path / "q4_0.gguf", "q4_0")
+    tensors, others = read_tensors(out), read_tensors(tmp_path / "q4_0.gguf")
+    assert {n: t.tensor_type.name.replace(name.upper(), "Q4_0") for n, t in tensors.items()} == {n: t.tensor_type.name for n, t in others.items()}
+    assert read_metadata(out)["general.file_type"] == gguf.LlamaFileType[file_type]
+    down = "blk.3.ffn_down.weight"
+    expected = lib.quantize(int(tensors[down].tensor_type), read_tensors(source)[down].data.astype("f4"))
+    assert tensors[down].tensor_type.name == name.upper() and (tensors[down].data == expected).all()
+
+
+def test_rows_that_do_not_fit_nvfp4_become_q4_0(models, tmp_path):
+    """As with Q2_0, whose blocks have 64 weights too."""
+    quantize(models["odd"][0], tmp_path / "out.gguf", "--type", "nvfp4", "--no-calibration")
+    types = {n.split(".")[2]: t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items() if "blk.3." in n}
+    assert (types["attn_q"], types["attn_k"], types["ffn_down"], types["ffn_up"]) == ("NVFP4", "Q4_0", "F16", "NVFP4")
 
 
 def test_type_without_a_fallback_is_refused(models, tmp_path):

@@ -11,10 +11,11 @@ from helpers.hessians import correlated_hessian, keep_blocks, pack_triangles, sh
 
 SEED, SHRINKAGE = 29, 0.01
 TYPES = [t.name for t in SCALAR_TYPES]
-QUICK = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_1")  # one per kind of scale and level
-# Output error with full Hessians over that of llama.cpp's encoder with their diagonal: measured 0.26 (Q5_0) to 0.400 (Q2_K) on these
-# weights; the limit is 1.1 times the largest.
-LARGEST_RATIO = 0.44
+QUICK = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_1", "Q2_0", "Q1_0", "MXFP4", "NVFP4")  # one per kind of scale and level
+# Output error with full Hessians over that of llama.cpp's encoder with their diagonal: measured 0.06 (Q2_0) to 0.400 (Q2_K) on these
+# weights; Q1_0, whose levels are two, 0.540. The limit is 1.1 times the largest.
+LARGEST_RATIO = {"Q1_0": 0.594}
+LARGEST_RATIO_OF_OTHERS = 0.44
 
 
 def random_weights(n_rows: int, n: int, seed: int = SEED) -> np.ndarray:
@@ -56,7 +57,7 @@ def test_layouts_match_llama_cpp(lib, name):
 def test_equals_c(lib, name, full):
     """18 rows: more than the encoder takes at once."""
     qtype = GGMLQuantizationType[name]
-    n = 512 if GGML_QUANT_SIZES[qtype][0] == 256 else 352
+    n = {256: 512, 32: 352}.get(GGML_QUANT_SIZES[qtype][0], 384)
     x, hessian = random_weights(18, n), correlated_hessian(n, 3 * n)
     x[1], x[2, 7], x[3, :256], x[4] = 0, 100, 0.5, -1e-30
     start, expected = encode(lib, name, x, hessian, full, 1)
@@ -77,7 +78,8 @@ def test_error_is_halved_and_no_row_gets_worse(lib, name):
         assert (after <= before * (1 + n * 2**-24)).all()
         output_errors[full] = [row_costs(lib, name, x, d, hessian).sum() for d in (start, data)]
     print(name, [after / before for before, after in output_errors.values()])
-    assert output_errors[True][1] < output_errors[False][1] and output_errors[True][1] < LARGEST_RATIO * output_errors[True][0]
+    assert output_errors[True][1] < output_errors[False][1]
+    assert output_errors[True][1] < LARGEST_RATIO.get(name, LARGEST_RATIO_OF_OTHERS) * output_errors[True][0]
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -232,7 +232,7 @@ def test_upstream_type_names_match_llama_quantize(rules):
     table = re.search(r"QUANT_OPTIONS = \{\n(.*?)\n\};", path.read_text(), re.S)[1]
     options = dict(re.findall(r'\{ *"(\w+)", *LLAMA_FTYPE_(\w+),', table))
     quantized_types = {name: ftype for name, ftype in options.items() if name != "COPY"}
-    assert {*quantized_types} - {name.upper() for name in (*UPSTREAM_FILES, *UPSTREAM_ALIASES)} <= {"Q1_0", "Q2_0"}
+    assert {*quantized_types} - {name.upper() for name in (*UPSTREAM_FILES, *UPSTREAM_ALIASES)} <= {"Q1_0"}
     for name in (*UPSTREAM_FILES, *UPSTREAM_ALIASES):
         assert FILE_TYPES[name].id == gguf.LlamaFileType[quantized_types[name.upper()]]
 

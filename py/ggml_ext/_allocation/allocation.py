@@ -108,7 +108,7 @@ class Allocation:
             return FILE_TYPES[max(ext_counts, key=lambda q: ext_counts[q]).name.lower()]
         qtype = max(counts, key=lambda q: counts[q]) if counts else GGMLQuantizationType.F16
         name = qtype.name
-        members = (getattr(LlamaFileType, n, None) for n in (f"MOSTLY_{name}", f"MOSTLY_{name}_M", f"MOSTLY_{name}_S", f"ALL_{name}"))
+        members = (getattr(LlamaFileType, n, None) for n in (f"MOSTLY_{name}", f"MOSTLY_{name}_M", f"MOSTLY_{name}_S", f"MOSTLY_{name}_MOE", f"ALL_{name}"))
         file_type = int(next((f for f in members if f is not None), LlamaFileType.GUESSED))
         return FileType(name.lower(), file_type, qtype) if upstream_only else replace(placeholder, id=file_type)
 

@@ -23,7 +23,7 @@ from .._encode.codec import Codec
 from .._encode.encode_tensor import Chunk, SourceTensor, encode_tensor
 from .._encode.tensor_calibration import MetricCache
 from .._formats.cache_names import choice_cache_name
-from .._formats.gguf_file import GGUFFile, Tensor, header_bytes
+from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.language_model import describe_other_model
 from .._formats.tensor_types import SOURCE_TYPES
 from .._native.programs import find_tool
@@ -93,7 +93,7 @@ class ErrorMeasurement:
         excluded = [sorted(matrix.excluded)] if matrix and matrix.excluded else []
         return {
             "version": __version__,
-            "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
+            "model": self.file.fingerprints(),
             "importance": [self.importance.title, [fingerprint(p) for p in self.importance.paths()], *excluded],
             "encoder": self.codec.list_dependencies(),
         }

@@ -240,6 +240,7 @@ class Probe:
         Raises:
             UserError: the disk or llama-perplexity fails.
         """
+        self.file.complete("llama-perplexity")
         try:
             with temporary_directory(self.directory, TEMPORARY, console.note) as directory:
                 hint = "pass --sensitivity usual"

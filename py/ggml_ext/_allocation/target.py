@@ -25,8 +25,8 @@ LOW_TYPES = tuple(name for name, info in WEIGHT_TYPES.items() if info.bpw < 2)
 # feedback. --target-types all adds the others.
 UPSTREAM_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
-    *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
-    "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
+    *WEIGHT_TYPES, "q1_0", "iq1_s", "iq1_m", "iq2_xxs", "q2_0", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl",
+    "mxfp4", "nvfp4", "q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
 )
 MEASURED, USUAL = "measured", "usual"  # sensitivities: of this model, or those of the reference model
 SENSITIVITIES = (MEASURED, USUAL)

@@ -27,7 +27,7 @@ from .._base.text import format_duration
 from .._base.units import GIB, MIB
 from .._formats.cache_names import find_passes, imatrix_cache_name
 from .._formats.context import N_CONTEXT, context_length
-from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.gguf_file import GGUFFile
 from .._formats.tensor_types import uses_metric
 from .._native.process import describe_failure, run_streamed
 from .._native.programs import find_tool
@@ -93,7 +93,7 @@ class CalibrationRun(CalibrationSetup):
     def list_dependencies(self) -> dict:
         """List what a result depends on, except kind and layers."""
         return {
-            "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
+            "model": self.file.fingerprints(),
             "text": fingerprint(self.text),
             "chunks": self.n_chunks,
             "context": self.n_context,
@@ -211,6 +211,7 @@ def _run_passes(run: CalibrationRun, passes: Sequence[Layers], dependencies: dic
     if len(passes) > 1:
         console.note("an interrupted calibration resumes after the last finished pass")
     results = []
+    run.file.complete(run.program.name)
     with contextlib.ExitStack() as stack:
         # keep a link: the parts of a split model may be next to it, not next to its target
         model_path = Path(os.path.abspath(run.file.path))

@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import check_free_space, fingerprint, temporary_directory
+from .._base.files import check_free_space, temporary_directory
 from .._base.units import GIB
 from .._formats.column_scales import KEY
-from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.gguf_file import GGUFFile
 from .._formats.split import open_model
 from .._native.programs import find_tool
 from .._native.requantize import requantize
@@ -52,7 +52,7 @@ class ProxyModel:
         """List what a calibration result depends on, under the key of existing caches."""
         if self.file is None:
             return {"stand_in": self.type}
-        return {"stand_in": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts]}
+        return {"stand_in": self.file.fingerprints()}
 
     @contextlib.contextmanager
     def provide(self, source: Path, directory: Path, n_threads: int, console: Console) -> Iterator[Path]:

@@ -65,6 +65,7 @@ def choose_column_scales(
         n_threads: that read weights.
         console: gets notes and the progress bar.
     """
+    file.complete("ggml-ext-graph")
     groups = read_scale_groups([part.path for part in file.parts])
     if inexact := [g.consumers[0] for g in groups if not g.is_exact]:
         console.note(f"no column scales for {list_tensors(inexact)}: the model's results change with them")
@@ -140,6 +141,7 @@ def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path
     # so few chunks are not worth a proxy
     options = replace(options, proxy_model=SOURCE, devices=DeviceOptions(), n_chunks=min(N_CHUNKS, options.n_chunks or N_CHUNKS))
     setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program, console=Console())
+    file.complete(PROGRAM)
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
         run = CalibrationRun(**vars(setup), kind="diagonal")
         return ImportanceMatrix(run_pass(run, file.path.absolute(), None, directory=temporary, title="inputs", console=console))

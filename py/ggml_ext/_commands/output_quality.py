@@ -46,6 +46,7 @@ def evaluate_output(settings: Settings, file: GGUFFile, paths: list[Path], conso
     )
     try:
         with stop_after_writing(f"{paths[0]} is complete, without its quality"):
+            file.complete("llama-perplexity")
             evaluate(options, console)
     except UserError as e:
         raise UserError(f"--evaluate: {e}; {paths[0]} is complete, without its quality: ggml-ext evaluate --write adds it") from e

@@ -158,6 +158,7 @@ def _measure(
     n_chunks = CHUNKS * N_CONTEXT // n_ctx
     needed = BaseLogits(logits, n_ctx, len(file.strings(TOKENS) or []), n_chunks).n_bytes()
     check_free_space(directory, needed, "the original's logits", "", "pass --no-target-check")
+    file.complete("llama-perplexity")
     runner.save_logits(file.path, text, n_chunks, logits)
     results = [runner.compare(path, BaseLogits.read(logits)) for path in paths]
     return [statistics[KLD] for statistics, _ in results], [log for _, log in results]

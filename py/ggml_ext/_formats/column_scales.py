@@ -115,5 +115,8 @@ class ScaledFile(GGUFFile):
     def is_hole(self, tensor: Tensor) -> bool:
         return self._unscaled.is_hole(tensor)
 
+    def complete(self, reader: str) -> None:
+        self._unscaled.complete(reader)
+
     def check_unchanged(self) -> None:
         self._unscaled.check_unchanged()

@@ -24,6 +24,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQua
 from .._base.encoding import to_utf8
 from .._base.errors import UserError
 from .._base.file_reader import FileReader
+from .._base.files import fingerprint
 from .._base.types import RETIRED_TYPES, TYPES
 
 MAGIC = b"GGUF"
@@ -345,6 +346,13 @@ class GGUFFile:
     def is_hole(self, tensor: Tensor) -> bool:
         """Return whether the tensor's data is a hole of a sparse file."""
         return self._source.is_hole(tensor.offset, tensor.n_bytes)
+
+    def complete(self, reader: str) -> None:
+        """Write what a program needs that reads the file itself; nothing, except for checkpoints. reader: the program."""
+
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """Return what identifies the contents for caches, for JSON: fingerprint() of the parts."""
+        return [fingerprint(part.path, header_bytes(part)) for part in self.parts]
 
     def check_unchanged(self) -> None:
         """Raise FileChanged if the file was replaced or written to after it was opened."""

@@ -18,6 +18,8 @@ from .._base.types import TYPES, TypeInfo
 
 Enum = TypeVar("Enum", bound=IntEnum)
 
+Q2_0_ID, Q2_0_FILE_ID, Q2_0_SIZES = 42, 41, (64, 18)  # llama.cpp's Q2_0, which gguf 0.19 lacks
+
 # gguf's base class of quantizations has no public name.
 _QuantBase: Any = gguf.quants.Q8_0.__base__
 
@@ -63,6 +65,8 @@ def _register_quants(info: TypeInfo, qtype: gguf.GGMLQuantizationType) -> None:
 
 def extend_gguf() -> None:
     """Register all types with gguf; repeated calls change nothing."""
+    gguf.GGML_QUANT_SIZES[add_enum_member(gguf.GGMLQuantizationType, "Q2_0", Q2_0_ID)] = Q2_0_SIZES
+    add_enum_member(gguf.LlamaFileType, "MOSTLY_Q2_0", Q2_0_FILE_ID)
     for info in TYPES.values():
         qtype = add_enum_member(gguf.GGMLQuantizationType, info.name.upper(), int(info.id))
         gguf.GGML_QUANT_SIZES[qtype] = (info.block_size, info.block_bytes)

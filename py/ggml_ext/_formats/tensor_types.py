@@ -12,16 +12,17 @@ from .names import unknown_type_message
 
 _G = GGMLQuantizationType
 
-DITTO3 = GGMLQuantizationType["DITTO3"]
+DITTO3, Q2_0 = GGMLQuantizationType["DITTO3"], GGMLQuantizationType["Q2_0"]
 FLOAT_TYPES = (_G.F32, _G.F16, _G.BF16)
 SOURCE_TYPES = (*FLOAT_TYPES, _G.Q8_0)  # quantizing from these loses next to nothing
 INTEGER_TYPES = (_G.I8, _G.I16, _G.I32, _G.I64)
 ACTIVATION_TYPES = (_G.Q8_1, _G.Q8_K, *(_G(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
 COPIED_TYPES = (_G.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)  # hold no weights
-# No imatrix changes these: floats, 8 bits, and the types whose encoders in ggml-quants.c ignore it.
-UNWEIGHTED_TYPES = (*SOURCE_TYPES, *(t for t in _G if t.name in ("MXFP4", "NVFP4", "TQ1_0", "TQ2_0")))
+UNWEIGHTED_TYPES = (*SOURCE_TYPES, _G.TQ1_0, _G.TQ2_0)  # no calibration changes these
 # llama.cpp's types whose encoders here use a Hessian: ggml_ext/encode/upstream-layouts.h and upstream-codebook-layouts.h
-SCALAR_TYPES = (_G.Q2_K, _G.Q3_K, _G.Q4_K, _G.Q5_K, _G.Q6_K, _G.IQ4_XS, _G.IQ4_NL, _G.Q4_0, _G.Q4_1, _G.Q5_0, _G.Q5_1)
+SCALAR_TYPES = (
+    _G.Q2_K, _G.Q3_K, _G.Q4_K, _G.Q5_K, _G.Q6_K, _G.IQ4_XS, _G.IQ4_NL, _G.Q4_0, _G.Q4_1, _G.Q5_0, _G.Q5_1, _G.Q1_0, Q2_0, _G.MXFP4, _G.NVFP4,
+)
 CODEBOOK_TYPES = (_G.IQ3_S, _G.IQ3_XXS, _G.IQ2_S, _G.IQ2_XS, _G.IQ2_XXS)
 IMATRIX_TYPES = (_G.IQ3_XXS, _G.IQ2_XXS, _G.IQ2_XS, _G.IQ2_S, _G.IQ1_M, _G.IQ1_S)  # cannot be encoded without one
 TARGET_TYPES = {t.name.lower(): t for t in _G if t not in COPIED_TYPES}

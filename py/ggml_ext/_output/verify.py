@@ -93,6 +93,7 @@ def run_once(output: Output, source: GGUFFile, console: Console) -> bool:
     reason = find_run_error([part.partial for part in output.parts])
     if reason is None:
         return True
+    source.complete("ggml-ext-graph")
     if find_run_error([part.path for part in source.parts]) is None:
         raise UserError(
             f"--verify: {output.path} does not run where {source.path} does, and was not written: {reason}; drop --tensor-type, or "

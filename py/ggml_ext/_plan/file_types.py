@@ -22,10 +22,12 @@ UPSTREAM_BASES = {
     "q5_k_s": "q5_k", "q5_k_m": "q5_k", "iq2_s": "iq2_xs", "iq2_m": "iq2_s", "iq3_xs": "iq3_s", "iq3_m": "iq3_s", "mxfp4_moe": "mxfp4",
 }
 UPSTREAM_NAMES = (
-    "iq1_s", "iq1_m", "tq1_0", "iq2_xxs", "tq2_0", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "q2_k", "iq3_xxs", "iq3_xs", "q3_k_s", "iq3_s",
+    "iq1_s", "iq1_m", "tq1_0", "iq2_xxs", "tq2_0", "q2_0", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "q2_k", "iq3_xxs", "iq3_xs", "q3_k_s", "iq3_s",
     "iq3_m", "q3_k_m", "q3_k_l", "iq4_xs", "iq4_nl", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "mxfp4_moe", "q5_0", "q5_1", "q5_k_s", "q5_k_m",
     "q6_k", "q8_0", "q1_0", "f16", "bf16", "f32",
 )
+# llama.cpp's types of 4-bit floats, whose files llama-quantize does not make of dense models: name -> file type
+FP4_FILE_IDS = {"mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE, "nvfp4": LlamaFileType.MOSTLY_NVFP4}
 UPSTREAM_ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 
 
@@ -49,6 +51,11 @@ class FileType:
         return self.is_upstream and self.type not in UNMIXED_TYPES
 
     @property
+    def rules_id(self) -> int:
+        """The file type whose rules choose the types; those of 4-bit floats are Q4_0's."""
+        return int(LlamaFileType.MOSTLY_Q4_0) if self.name in FP4_FILE_IDS else self.id
+
+    @property
     def imatrix_required_type(self) -> GGMLQuantizationType | None:
         """The type that needs an imatrix in this file only: tensor_requires_imatrix() of llama-quant.cpp."""
         return T.Q2_K if self.id == LlamaFileType.MOSTLY_Q2_K_S else None
@@ -65,10 +72,12 @@ def _list_upstream_files() -> dict[str, FileType]:
 
 
 UPSTREAM_FILES = _list_upstream_files()
+FP4_FILES = {name: FileType(name, int(id), GGMLQuantizationType[name.upper()]) for name, id in FP4_FILE_IDS.items()}
 FILE_TYPES: dict[str, FileType] = {
     **{name: FileType(name, int(info.id), T(int(info.id))) for name, info in WEIGHT_TYPES.items()},
     **{r.name: FileType(r.name, int(TYPES[r.base].id), T(int(TYPES[r.base].id)), r) for r in RECIPES.values()},
     **UPSTREAM_FILES,
+    **FP4_FILES,
     **{alias: UPSTREAM_FILES[name] for alias, name in UPSTREAM_ALIASES.items()},
 }
 

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._formats.tensor_types import FLOAT_TYPES
+from .._formats.tensor_types import FLOAT_TYPES, Q2_0
 from .._native import library
 from .._native.programs import library_conflict
 from .file_types import FileType
@@ -34,7 +34,7 @@ UNQUANTIZED_NAMES = re.compile(
 ATTENTION_K_V = re.compile(r"attn_(qkv|kv_b|v|k)\.weight")
 UPSTREAM_FALLBACKS = {
     **dict.fromkeys((T.IQ1_S, T.IQ1_M, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S, T.IQ4_XS), T.IQ4_NL),
-    **dict.fromkeys((T.Q2_K, T.Q3_K, T.TQ1_0, T.TQ2_0), T.Q4_0),
+    **dict.fromkeys((T.Q2_K, T.Q3_K, T.TQ1_0, T.TQ2_0, Q2_0), T.Q4_0),
     **{T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0},
 }
 MAX_LAYERS = 512  # that the library accepts: LLAMA_MAX_LAYERS
@@ -81,7 +81,10 @@ def rule_types(
         listed = _listed_types(file.tensors, file_type, model.n_expert, token_embd, output)
         return listed, [f"{problem}: a short list of names decides which tensors keep their type"] if problem else []
     is_float = file_type.type in FLOAT_TYPES  # the library covers quantized files only; float files change the same tensors
-    output_file = library.RuleFile(int(LlamaFileType.MOSTLY_Q8_0) if is_float else file_type.id, token_embd, output, has_imatrix)
+    is_own = file_type.rules_id == file_type.id  # else the type replaces the one that the other file has in most tensors
+    output_file = library.RuleFile(
+        int(LlamaFileType.MOSTLY_Q8_0) if is_float else file_type.rules_id, token_embd, output, has_imatrix and is_own
+    )
     try:
         types, is_known = rules.types(model, output_file, [t.name for t in file.tensors], [t.ne for t in file.tensors], named)
     except ValueError as e:
@@ -90,7 +93,8 @@ def rule_types(
         f"this llama.cpp does not know the architecture {model.arch[:80]!r} and will not load the file; its general rules choose the "
         "types"
     ]
-    return [None if t is None else file_type.type if is_float else T(t) for t in types], warnings
+    replaced = None if is_own else T.Q4_0
+    return [None if t is None else file_type.type if is_float or t == replaced else T(t) for t in types], warnings
 
 
 def _read_rule_model(file: GGUFFile, file_type: FileType, needs_rules: bool) -> library.RuleModel:
@@ -161,6 +165,7 @@ def upstream_fallback_type(target: T, n_per_row: int) -> T | None:
         rules = library.load_rules()
     except OSError:
         rules = None
+    target = Q2_0 if target == T.NVFP4 else target  # llama.cpp has no rule for it; both have blocks of 64
     if rules is not None:
         replacement = rules.fallback(int(target), n_per_row)
         return None if replacement is None else T(replacement)

@@ -125,6 +125,7 @@ class SequentialQuantizer:
 
     def open(self) -> None:
         """Start the program, and compute gradients if it can differentiate the graph. Raise UserError if the graph has no layers."""
+        self.file.complete(Path(self.config.command[0]).name)
         directory = self._stack.enter_context(temporary_directory(self.config.directory, TEMPORARY, self.console.note)).resolve()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
         command = [*self.config.command, "-o", str(directory / "streams")]

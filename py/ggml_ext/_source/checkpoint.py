@@ -12,6 +12,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -23,7 +24,10 @@ from .._base.errors import UserError
 from .._base.files import check_free_space, identify_file, move_into_place, temporary_directory
 from .._base.package import PACKAGE_DIR, install_command
 from .._base.units import MIB
+from .._formats.gguf_file import GGUFFile
+from .._formats.split import open_model
 from .._native.process import describe_failure, run_streamed
+from .converted_file import KEPT_BYTES, start_converter
 
 CONVERTER = PACKAGE_DIR / "convert" / "convert_hf_to_gguf.py"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -220,8 +224,8 @@ def converted_size(directory: Path, files: list[Path], outtype: str = AS_STORED)
 @contextlib.contextmanager
 def convert_checkpoint(
     directory: Path, name: str, parent: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
-) -> Iterator[Path]:
-    """Convert a checkpoint and yield the GGUF file, which is removed at the end or moved to `kept` when it is complete.
+) -> Iterator[GGUFFile]:
+    """Convert a checkpoint and yield its GGUF file. With `kept`, the complete file is moved there; else tensors are converted when they are read.
 
     Args:
         directory: the checkpoint.
@@ -239,49 +243,67 @@ def convert_checkpoint(
     check_bits(directory / CONFIG, directory, allow_requantize)
     parent = parent if kept is None else kept.parent
     size = converted_size(directory, files, outtype)
-    fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
-    check_free_space(parent, size, f"the GGUF file of {directory}", "", "name an OUT or a --keep-gguf FILE on another disk")
+    is_served = kept is None and os.name == "posix"  # elsewhere a file cannot be removed while it is open
+    needed = min(size, KEPT_BYTES) if is_served else size
+    check_free_space(parent, needed, f"the GGUF file of {directory}", "", "name an OUT or a --keep-gguf FILE on another disk")
     with contextlib.ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_directory(parent, TEMPORARY, console.note))
             path = temporary / f"{to_file_name(to_utf8(name))}.gguf"  # the converter takes the model's name from it
-            console.note(f"converting {directory} to a GGUF file, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
-            _convert(directory, path, outtype, size, console)
-            if kept is not None:
-                move_into_place(path, kept, force=False)
+            command, env = _command(directory, path, outtype)
+            if is_served:
+                console.note(f"converting {directory} tensor by tensor, about {size / MIB:,.0f} MiB; --keep-gguf FILE keeps them as a GGUF file")
+                sources = {p.name: p for p in (directory / CONFIG, *files)}
+                file = stack.enter_context(start_converter(command, path, env, sources, partial(_explain, directory), console=console))
+            else:
+                fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
+                console.note(f"converting {directory} to a GGUF file, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
+                _convert(directory, path, command, env, size, console)
+                if kept is not None:
+                    move_into_place(path, kept, force=False)
+                file = open_model(kept or path)
         except FileExistsError as e:
             raise UserError(f"--keep-gguf: {kept} appeared during the conversion and was not overwritten: name another file") from e
         except OSError as e:
             raise UserError(f"cannot convert {directory} in {parent}: {e.strerror or e}; write OUT to another directory") from e
-        yield kept or path
+        yield file
 
 
-def _convert(directory: Path, path: Path, outtype: str, size: int, console: Console) -> None:
-    """Run the converter. UserError with its last error if it fails."""
+def _command(directory: Path, path: Path, outtype: str) -> tuple[list[str], dict[str, str]]:
+    """Return the converter's command without the interpreter, and its environment."""
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
     source = Path(os.path.abspath(directory))
     if source.name != path.stem:  # the converter takes the model's name from the directory, a hash in the hub's cache
         source = path.with_suffix("")
         source.symlink_to(os.path.abspath(directory))
+    return [str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype], env
+
+
+def _convert(directory: Path, path: Path, command: list[str], env: dict[str, str], size: int, console: Console) -> None:
+    """Run the converter. UserError with its last error if it fails."""
     with console.bar("converting", size, "B", is_scaled=True) as bar:
 
         def update(text: str) -> None:
             if percent := re.findall(r"Writing:\s+(\d+)%", text[-1000:]):
                 bar.update(size * int(percent[-1]) // 100 - bar.n)
 
-        command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype]
-        code, log = run_streamed(command, path.parent, update, env)
+        code, log = run_streamed([sys.executable, *command], path.parent, update, env)
     if code or not path.is_file():
-        error = find_error(log)
-        if "UnpicklingError" in error:
-            raise UserError(
-                f"{directory} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
-                "pass a checkpoint with safetensors, or a GGUF file of it"
-            )
-        hint = "free some space" if "No space left" in error else _newer_transformers(directory, error) or "pass a GGUF file of it"
-        failure = describe_failure(CONVERTER.name, code, error.rstrip("."), hint=hint, less_memory=f"free some memory, or {hint}")
-        raise UserError(f"{directory} cannot be converted: {failure}")
+        raise _explain(directory, code, log)
+
+
+def _explain(directory: Path, code: int, log: str) -> UserError:
+    """Return the error of a converter that failed."""
+    error = find_error(log)
+    if "UnpicklingError" in error:
+        return UserError(
+            f"{directory} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
+            "pass a checkpoint with safetensors, or a GGUF file of it"
+        )
+    hint = "free some space" if "No space left" in error else _newer_transformers(directory, error) or "pass a GGUF file of it"
+    failure = describe_failure(CONVERTER.name, code, error.rstrip("."), hint=hint, less_memory=f"free some memory, or {hint}")
+    return UserError(f"{directory} cannot be converted: {failure}")
 
 
 def _newer_transformers(directory: Path, error: str) -> str:

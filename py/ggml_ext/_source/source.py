@@ -129,4 +129,4 @@ def open_source(source: SourceOptions, output: Path | None, console: Console) ->
     kept = kept and kept.absolute()
     checkpoint = None if kept else identify_checkpoint(path)  # before it is converted: it may change later
     with convert_checkpoint(path, name, parent, kept, console, outtype=source.outtype, allow_requantize=source.allow_requantize) as file:
-        yield OpenedSource(open_model(file), checkpoint)
+        yield OpenedSource(file, checkpoint)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from ._block_layouts import LAYOUTS, TABLE, Bits, Layout
+from ._block_layouts import FP4_CODES, FP4_INDICES, FP4_LEVELS, LAYOUTS, Bits, Layout
 from ._blocks import HALF_MAX
 from ._metric import BLOCK_COLUMNS, load_shrunk
 
-SWEEP_PANEL, SCALE_STEPS = 256, 2
+SWEEP_PANEL, SCALE_STEPS, STEP_CANDIDATES = 256, 2, 16
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
@@ -92,7 +92,7 @@ class _Rows:
         t, m: layout of the type; factored Hessian.
         blocks: the encoded rows, uint8 (n_rows, n_blocks, block_bytes).
         w: weights, float32 (n_columns, n_rows), like level and e.
-        level: the level of each code: the code plus `low`, or its entry in TABLE.
+        level: the level of each code: the code plus `low`, or its entry in the table of levels.
         e: errors, w minus the values.
         d, dmin: FP16 scales of the block, float32 (n_sub_blocks, n_rows), like the next five.
         scale, min: integers of the sub-block; 0 in types without them.
@@ -120,7 +120,10 @@ class _Rows:
         block = self.w.shape[0] // n_blocks
         n_sub = block // layout.sub
         scales_fp16 = [flat[:, start : start + 2].copy().view("<f2").astype(np.float32) for start in layout.fp16_offsets]
-        self.d = by_row(np.repeat(scales_fp16[0], n_sub, axis=1))
+        if layout.steps is not None:
+            self.d = by_row(layout.steps.values[flat[:, layout.steps.bytes]])
+        else:
+            self.d = by_row(np.repeat(scales_fp16[0], n_sub, axis=1))
         self.dmin = by_row(np.repeat(scales_fp16[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
         scales = integers(layout.scales, n_sub)
         if layout.scales_are_signed:
@@ -128,7 +131,8 @@ class _Rows:
         self.scale = by_row(scales + (layout.scale_range or (0, 0))[0])
         self.min = by_row(integers(layout.mins, n_sub))
         codes = integers(layout.codes, block)
-        self.level = by_row(TABLE[codes] if layout.has_table else codes + layout.low)
+        codes = FP4_INDICES[codes] if layout.levels is FP4_LEVELS else codes
+        self.level = by_row(codes + layout.low if layout.levels is None else layout.levels[codes])
         self.step, self.base, self.inverse = (np.zeros_like(self.d) for _ in range(3))
         for s in range(len(self.d)):
             self.set_step(s)
@@ -151,14 +155,51 @@ class _Rows:
 
     def nearest(self, v: np.ndarray) -> np.ndarray:
         """Return the levels nearest to v, float32 (n_rows,)."""
-        if self.t.has_table:
-            level = np.full_like(v, TABLE[0])
-            for below, above in zip(TABLE, TABLE[1:], strict=False):
+        if self.t.levels is not None:
+            level = np.full_like(v, self.t.levels[0])
+            for below, above in zip(self.t.levels, self.t.levels[1:], strict=False):
                 level = np.where(v >= np.float32(0.5) * (below + above), above, level)
             return level
         low, high = np.float32(self.t.low), np.float32(self.t.high)
         v = np.where(v > low, v, low)
         return np.rint(np.where(v < high, v, high))
+
+    def round_scale(self, v: np.ndarray) -> np.ndarray:
+        """Return the nearest values of the scale's format, float32."""
+        return _round_to_fp16(v) if self.t.steps is None else self.t.steps.round(v)
+
+    def search_steps(self) -> None:
+        """Choose the first step of each sub-block by errors that the diagonal of H weights."""
+        assert self.t.search is not None
+        first, rise = self.t.search
+        h = np.diag(self.m.H)
+        for s in range(len(self.d)):
+            columns = slice(s * self.t.sub, (s + 1) * self.t.sub)
+            largest = np.abs(self.w[columns]).max(axis=0)
+            best = np.full_like(self.cost, np.finfo(np.float32).max)
+            for k in range(STEP_CANDIDATES):
+                step = self.round_scale(largest * np.float32(first + k * rise))
+                for signed in (step, -step) if self.t.search_negative else (step,):
+                    best = self._consider_step(s, self.w[columns], h[columns], signed, best)
+            self.set_step(s)
+
+    def _consider_step(self, s: int, weights: np.ndarray, h: np.ndarray, step: np.ndarray, best: np.ndarray) -> np.ndarray:
+        """Take a step, or the one that fits its nearest levels best, for sub-block s of the rows where its cost is below `best`; return the least cost."""
+        inverse = np.where(step == 0, ZERO, ONE / np.where(step == 0, ONE, step))
+        cost, ll, lw = (np.zeros_like(best) for _ in range(3))
+        for w, h_column in zip(weights, h, strict=True):
+            level = self.nearest(w * inverse)
+            e, weighted = w - step * level, h_column * level
+            cost += h_column * (e * e)
+            ll += weighted * level
+            lw += weighted * w
+        refit = self.round_scale(np.where(ll > 0, lw / np.where(ll > 0, ll, ONE), step))
+        change = refit - step
+        refit_cost = cost + change * (ll * change - ((lw - ll * step) + (lw - ll * step)))
+        is_better = refit_cost < cost
+        step, cost = np.where(is_better, refit, step), np.where(is_better, refit_cost, cost)
+        self.d[s] = np.where(cost < best, step, self.d[s])
+        return np.where(cost < best, cost, best)
 
     def decide_codes(self) -> None:
         """Choose codes column by column with error feedback, for the current scales."""
@@ -284,7 +325,7 @@ class _Rows:
             rise_dmin = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * inverse, ZERO)
         else:
             rise_d = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
-        scale = _round_to_fp16(self.d[s] + rise_d)
+        scale = self.round_scale(self.d[s] + rise_d)
         minimum = _round_to_fp16(self.dmin[s] + rise_dmin) if self.t.has_min else rise_dmin
         base = minimum - self.dmin[s] if self.t.has_min else rise_dmin
         yield Change(scale - self.d[s], base, scale, minimum), self.d[s] != 0
@@ -298,7 +339,8 @@ class _Rows:
         def by_block(values: np.ndarray, low: int = 0) -> np.ndarray:
             return values.T.reshape(n_rows * n_blocks, -1).astype(np.int64) - low
 
-        codes = np.searchsorted(TABLE, self.level) if self.t.has_table else self.level
+        codes = self.level if self.t.levels is None else np.searchsorted(self.t.levels, self.level)
+        codes = FP4_CODES[codes] if self.t.levels is FP4_LEVELS else codes
         scales = by_block(self.scale, (self.t.scale_range or (0, 0))[0])
         if self.t.scales_are_signed:
             scales ^= 128
@@ -307,6 +349,9 @@ class _Rows:
         ):
             for bits in fields:
                 bits.write(integers, flat)
+        if self.t.steps is not None:
+            steps = self.d.T.reshape(n_rows * n_blocks, -1)
+            flat[:, self.t.steps.bytes] = np.searchsorted(self.t.steps.values[: self.t.steps.largest + 1], steps)
         for start, scale in zip(self.t.fp16_offsets, (self.d, self.dmin), strict=False):
             flat[:, start : start + 2] = scale[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
         self.blocks[rows] = flat.reshape(self.blocks.shape)[rows]
@@ -375,6 +420,8 @@ def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, me
         weights = rows[:, first : first + n]
         part = _Rows(LAYOUTS[qtype], matrix, weights, out[:, first // block : (first + n) // block])
         start_errors = part.e.copy()
+        if part.t.search is not None:
+            part.search_steps()
         part.decide_codes()
         for _ in range(sweeps):
             part.sweep()
