@@ -32,6 +32,7 @@ check: install
 	@$(BIN)/python scripts/build/import_graph.py
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m mypy py/ggml_ext
+	@$(BIN)/python -m mypy --platform win32 --cache-dir .mypy_cache/win32 py/ggml_ext
 	$(BIN)/python -m pytest -n 2 -m quick $(PYTEST_ARGS)
 	@echo "skipped: tests of models, device code, emulated CPUs, the wheel and more row sizes; make test runs all"
 

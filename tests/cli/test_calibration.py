@@ -20,7 +20,8 @@ import pytest
 from ggml_ext import WEIGHT_TYPES, export, inspect
 from ggml_ext import quantize as program
 from ggml_ext._allocation.target import DEFAULT_TYPES
-from ggml_ext._base.files import fingerprint, lock_directory
+from ggml_ext._base.files import fingerprint
+from ggml_ext._base.locks import lock_directory
 from ggml_ext._base.signals import SIGNALS, StopRequest, defer_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
 from ggml_ext._calibration import calibration, cost

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ggml_ext._base.errors import UserError
-from ggml_ext._base.files import lock_directory, remove_stale_directories
+from ggml_ext._base.files import remove_stale_directories
+from ggml_ext._base.locks import lock_directory
 from ggml_ext._commands import quantizing
 from ggml_ext._encode.codec import Codec
 from ggml_ext._output.output import Output

@@ -13,7 +13,8 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 
 from .._base.console import Console
-from .._base.files import fingerprint, lock_directory
+from .._base.files import fingerprint
+from .._base.locks import lock_directory
 from .._base.package import __version__
 from .._base.signals import StopRequest
 from .._base.threads import map_in_order

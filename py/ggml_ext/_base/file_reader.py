@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import NoReturn
@@ -23,9 +25,10 @@ class FileReader:
 
     def __init__(self, path: Path):
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._fd)
         self._opened = os.fstat(self._fd)
+        self._lock = threading.Lock()
         self.n_bytes = self._opened.st_size
 
     def __reduce__(self) -> NoReturn:
@@ -36,7 +39,7 @@ class FileReader:
         pieces, end = [], start + n_bytes
         while start < end:  # one call reads 2 GiB at most
             try:
-                piece = os.pread(self._fd, end - start, start)
+                piece = self._read_at(end - start, start)
             except OSError as e:
                 raise UserError(f"cannot read {self.path} at byte {start:,}: {e.strerror}; check the disk, or copy the file to another one") from e
             if not piece:
@@ -45,8 +48,17 @@ class FileReader:
             start += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def _read_at(self, n_bytes: int, start: int) -> bytes:
+        if hasattr(os, "pread"):
+            return os.pread(self._fd, n_bytes, start)
+        with self._lock:  # Windows: threads share the position
+            os.lseek(self._fd, start, os.SEEK_SET)
+            return os.read(self._fd, n_bytes)
+
     def is_hole(self, start: int, n_bytes: int) -> bool:
         """Return whether these bytes are a hole of a sparse file; False if the file system does not tell."""
+        if sys.platform == "win32":
+            return False
         try:
             return os.lseek(self._fd, start, os.SEEK_DATA) >= start + n_bytes
         except OSError as e:

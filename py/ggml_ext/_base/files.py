@@ -1,4 +1,4 @@
-"""Files that are written under a hidden name until they are complete, locks on directories, and fingerprints of files."""
+"""Files that are written under a hidden name until they are complete, temporary directories, and fingerprints of files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from .errors import UserError
 from .json import parse_json
+from .locks import lock_directory
 from .units import MIB
-
-if sys.platform != "win32":
-    import fcntl
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: a file size limit (ulimit -f)
 # Errors of link() and fsync() on file systems that lack them.
@@ -28,7 +26,6 @@ NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENO
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 MAX_NAME_BYTES = 200  # of 255; the rest is for what is added
 FRESH_SECONDS = 10
-LOCK_ATTEMPTS = 100
 
 
 def partial_path(path: Path) -> Path:
@@ -49,6 +46,9 @@ def move_into_place(partial: Path, path: Path, force: bool) -> None:
     """Give a partial file its final name; it may keep the old one too. FileExistsError if `path` exists and force is False."""
     if force:
         os.replace(partial, path)
+        return
+    if sys.platform == "win32":
+        os.rename(partial, path)  # never replaces a file there
         return
     try:
         os.link(partial, path)  # never replaces a file
@@ -134,55 +134,28 @@ def is_plain_file(path: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def lock_directory(directory: Path, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Lock a directory; yields whether the lock is held.
-
-    on_wait: called before waiting for another run's lock; None: do not wait. Windows and some file systems have no locks.
-    """
-    if sys.platform == "win32":
-        yield False
-        return
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        yield _lock(fd, on_wait)
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int, on_wait: Callable[[], None] | None) -> bool:
-    if sys.platform == "win32":
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        if on_wait is None:
-            return False
-    except OSError:  # a file system without locks
-        return False
-    on_wait()
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return True
-
-
 def remove_stale_directories(parent: Path, prefix: str, log: Callable[[str], None]) -> None:
     """Remove the temporary directories of killed runs, which nobody has locked, and log their names."""
     for path in parent.glob(f"{prefix}*"):
         # a directory that was created just now may not be locked yet
         if path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < FRESH_SECONDS:
             continue
-        with lock_directory(path) as has_lock:
-            if has_lock:
-                shutil.rmtree(path, ignore_errors=True)
-                log(f"removed temporary files of a killed run: {path}")
+        with lock_directory(path) as is_abandoned:
+            pass  # Windows removes no open file, so the lock's must be closed
+        if is_abandoned:
+            shutil.rmtree(path, ignore_errors=True)
+            log(f"removed temporary files of a killed run: {path}")
 
 
 @contextlib.contextmanager
 def temporary_directory(parent: Path, prefix: str, log: Callable[[str], None]) -> Iterator[Path]:
-    """Yield a locked temporary directory, after removing those of killed runs with the same prefix."""
+    """Yield a locked temporary directory, after removing those of killed runs with the same prefix.
+
+    On Windows a file that is still open stays, and a later run removes it.
+    """
     remove_stale_directories(parent, prefix, log)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, lock_directory(Path(name)):
+    can_leave = sys.platform == "win32"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=can_leave) as name, lock_directory(Path(name)):
         yield Path(name)
 
 

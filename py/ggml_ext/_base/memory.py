@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 from .cgroup import own_groups, read_values
@@ -18,6 +20,18 @@ LIMITS = (
 )
 
 
+class _MemoryStatus(ctypes.Structure):
+    """Windows' MEMORYSTATUSEX."""
+
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 5),
+    ]
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that can be allocated without swapping, on the machine and in all control groups. root: holds proc and sys."""
     limits = [1024 * kib for kib in _read_numbers(root / "proc" / "meminfo", "MemAvailable:")]
@@ -26,7 +40,10 @@ def available_memory(root: Path = Path("/")) -> int:
             values = [*read_values(group / limit), *read_values(group / usage)]
             if len(values) == 2 and values[0].isdigit():  # else "max"
                 limits.append(int(values[0]) - int(values[1]) + sum(_read_numbers(group / "memory.stat", cache)))
-    if not limits and hasattr(os, "sysconf"):
+    if sys.platform == "win32":
+        status = _MemoryStatus(ctypes.sizeof(_MemoryStatus))
+        limits += [status.available] if ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else []
+    elif not limits:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     return max(min(limits, default=8 * GIB), 0)
 

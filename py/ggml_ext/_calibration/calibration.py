@@ -20,7 +20,8 @@ from gguf import GGMLQuantizationType
 from .._base.console import Console
 from .._base.encoding import to_argument
 from .._base.errors import UserError
-from .._base.files import check_free_space, fingerprint, lock_directory, read_record, temporary_directory
+from .._base.files import check_free_space, fingerprint, read_record, temporary_directory
+from .._base.locks import lock_directory
 from .._base.memory import available_memory
 from .._base.package import PACKAGE_DIR
 from .._base.text import format_duration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class OtherLoad:
 
 def _other_seconds() -> float | None:
     """Return the CPU seconds of all programs but this one and its finished children."""
+    if sys.platform == "win32":
+        return None
     try:
         values = [int(value) for value in _STAT.read_text().split("\n", 1)[0].split()[1:]]
         all_programs = sum(values[i] for i in _COUNTED) / os.sysconf("SC_CLK_TCK")

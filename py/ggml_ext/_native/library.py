@@ -402,8 +402,11 @@ _EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
 
 
 def _pattern(name: str) -> str:
-    """Return a glob pattern for a library. The package has them under their SONAMEs (libggml-base.so.0); a build directory also has links."""
-    return {"darwin": f"lib{name}.*dylib", "win32": f"{name}.dll"}.get(sys.platform, f"lib{name}.so*")
+    """Return a glob pattern for a library. The package has them under their SONAMEs (libggml-base.so.0); a build directory also has links.
+
+    On Windows the prefix lib depends on the compiler.
+    """
+    return {"darwin": f"lib{name}.*dylib", "win32": f"*{name}.dll"}.get(sys.platform, f"lib{name}.so*")
 
 
 def _find(name: str) -> list[Path]:

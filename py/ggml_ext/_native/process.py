@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
-import select
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -31,13 +32,7 @@ def run_streamed(
     """Run a program and return its exit code and output. on_output: called with all output so far whenever there is more."""
     log = bytearray()
     with start_program(command, directory, env, subprocess.DEVNULL, subprocess.STDOUT) as process:
-        output = require_pipe(process.stdout)
-        while True:
-            # a signal just before a read is handled only after it, and the program may be silent for long
-            if not select.select([output], [], [], POLL_SECONDS)[0]:
-                continue
-            if not (piece := output.read(65536)):
-                break
+        for piece in read_pieces(require_pipe(process.stdout)):
             log += piece
             on_output(log.decode(errors="replace"))
         code = process.wait()
@@ -49,7 +44,7 @@ def run_logged(command: list[str], directory: Path, on_output: Callable[[str], N
 
     The output goes through a file, because llama-perplexity sometimes loses its last lines in a pipe.
     """
-    with tempfile.NamedTemporaryFile() as log:
+    with log_file() as log:
         with start_program(command, directory, None, subprocess.DEVNULL, subprocess.STDOUT, stdout=log) as process:
             code = _wait(process, lambda: None if on_output is None else on_output(_read_text(log)))
         return code, _read_text(log)
@@ -57,7 +52,7 @@ def run_logged(command: list[str], directory: Path, on_output: Callable[[str], N
 
 def run_captured(command: list[str], directory: Path) -> tuple[int, str, str]:
     """Run a program; returns exit code, standard output and standard error."""
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as log:
+    with log_file() as out, log_file() as log:
         with start_program(command, directory, None, subprocess.DEVNULL, log, stdout=out) as process:
             code = _wait(process, lambda: None)
         return code, _read_text(out), _read_text(log)
@@ -70,6 +65,35 @@ def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> int:
             process.wait(POLL_SECONDS)
         on_tick()
     return code
+
+
+def read_pieces(pipe: IO[bytes]) -> Iterator[bytes]:
+    """Yield a program's output as it comes, until its end.
+
+    A thread reads: a signal just before a read is handled only after it, and the program may be silent for long. Windows cannot wait for
+    a pipe.
+    """
+    pieces: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed after an exception
+            while piece := pipe.read(65536):
+                pieces.put(piece)
+        pieces.put(b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            if not (piece := pieces.get(timeout=POLL_SECONDS)):
+                return
+            yield piece
+
+
+@contextlib.contextmanager
+def log_file() -> Iterator[IO[bytes]]:
+    """Yield a temporary file that can be opened by its name too, which Windows allows for no NamedTemporaryFile."""
+    with tempfile.TemporaryDirectory() as directory, open(Path(directory, "log"), "wb") as file:
+        yield file
 
 
 def _read_text(file: IO[bytes]) -> str:
@@ -99,9 +123,11 @@ def start_program(
     env = NO_BACKTRACE | (os.environ if env is None else env)
     with contextlib.ExitStack() as deferred:
         deferred.enter_context(defer_signals())  # a signal during the start would leave the program running
-        # in a session of its own, so that an interrupt from the keyboard reaches this process alone, which then ends the program
+        # in a session of its own, on Windows a group, so that an interrupt from the keyboard reaches this process alone, which then ends
+        # the program
         process = subprocess.Popen(
             command, cwd=directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         try:
             deferred.close()

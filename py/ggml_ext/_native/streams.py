@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
-import select
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ import numpy as np
 
 from .._base.errors import UserError
 from .._base.files import mapping_error
-from .process import POLL_SECONDS, describe_failure, require_pipe, start_program
+from .process import describe_failure, read_pieces, require_pipe, start_program
 
 FLAG, HINT = "--propagate", "leave out --propagate"
 
@@ -123,6 +121,7 @@ class LayerStreams:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
             self._process = stack.enter_context(start_program(self._command, self._dir, None, subprocess.PIPE, self._log))
+            self._output = read_pieces(require_pipe(self._process.stdout))
             self._set_model(self._read_answer())
             self._map_memory(stack)
             self._stack = stack.pop_all()
@@ -158,12 +157,8 @@ class LayerStreams:
             self._memory.close()
 
     def _read_answer(self) -> dict[str, Any]:
-        output = require_pipe(self._process.stdout)
         while b"\n" not in self._rest:
-            # as in process.py: a signal must be noticed while the program is silent
-            if not select.select([output], [], [], POLL_SECONDS)[0]:
-                continue
-            if not (piece := os.read(output.fileno(), 65536)):
+            if not (piece := next(self._output, b"")):
                 code = self._process.wait()
                 self._log.seek(0)
                 log = self._log.read().decode(errors="replace")

@@ -1,7 +1,7 @@
 """The output of a run: one file or the parts of a split model, locked, and written under hidden names until complete.
 
 The data go to .model.gguf.partial. The journal .model.gguf.partial.json has a JSON line with the dependencies of the bytes, then one per
-finished tensor with the SHA-256 of its data. A run holds a lock (flock) on the journal, which ends with the process. An interrupted run keeps
+finished tensor with the SHA-256 of its data. A run holds a lock on the journal, which ends with the process. An interrupted run keeps
 both files if a tensor is finished, and a run with the same input, options and version resumes. If the data are wrong, because the input
 changed or --verify failed, both are removed.
 """
@@ -25,7 +25,6 @@ import numpy as np
 from .._base.errors import UserError
 from .._base.file_reader import FileChanged
 from .._base.files import (
-    LOCK_ATTEMPTS,
     NO_SPACE,
     allocated_bytes,
     check_free_space,
@@ -36,6 +35,7 @@ from .._base.files import (
     sync,
 )
 from .._base.json import is_number, parse_json
+from .._base.locks import lock_file
 from .._base.signals import ignore_signals
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
@@ -43,11 +43,9 @@ from .._formats.gguf_file import pad
 from .._formats.reserved_paths import journal_of
 from .parts import Part, keep_mode, split_parts, take_back
 
-if sys.platform != "win32":
-    import fcntl
-
 PIECE = 4 * MIB  # bytes per read
 JOURNAL_FORMAT = 2
+LOCK_ATTEMPTS = 100
 
 
 class UnfinishedError(UserError):
@@ -119,14 +117,12 @@ class Output:
     def _lock(self) -> None:
         for _ in range(LOCK_ATTEMPTS):
             self._journal = open_file(self.journal_path)
-            if sys.platform != "win32":
-                try:
-                    fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._journal.close()
-                    raise UserError(f"OUT: another run is writing {self.path}: wait until it ends, or name another file") from None
-                except OSError:
-                    return  # a file system without locks
+            try:
+                if not lock_file(self._journal.fileno()):
+                    return
+            except BlockingIOError:
+                self._journal.close()
+                raise UserError(f"OUT: another run is writing {self.path}: wait until it ends, or name another file") from None
             # the previous holder of the lock may have removed the file
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._journal.fileno()), os.lstat(self.journal_path)):
@@ -156,7 +152,12 @@ class Output:
         return isinstance(error, UserError) and not isinstance(error, FileChanged) and not is_failed_verify
 
     def _remove(self, partials: Sequence[Path]) -> None:
+        """Remove partial files and the journal: under the lock, except on Windows, which removes no open file."""
+        with contextlib.suppress(OSError):
+            self._close_part()
         for path in (*partials, self.journal_path):
+            if sys.platform == "win32" and path == self.journal_path:
+                self._close()
             with contextlib.suppress(OSError):
                 path.unlink()
 

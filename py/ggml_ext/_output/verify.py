@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -83,7 +84,7 @@ def hash_data(file: GGUFFile, tensor: Tensor) -> str:
 
 def drop_from_cache(path: Path) -> None:
     """Drop a file from the page cache, so that it is read from the disk."""
-    if hasattr(os, "posix_fadvise"):
+    if sys.platform == "linux":
         with contextlib.suppress(OSError), open(path, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -273,11 +273,14 @@ def _command(directory: Path, path: Path, outtype: str) -> tuple[list[str], dict
     """Return the converter's command without the interpreter, and its environment."""
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
-    source = Path(os.path.abspath(directory))
+    source, named = Path(os.path.abspath(directory)), list[str]()
     if source.name != path.stem:  # the converter takes the model's name from the directory, a hash in the hub's cache
-        source = path.with_suffix("")
-        source.symlink_to(os.path.abspath(directory))
-    return [str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype], env
+        try:
+            path.with_suffix("").symlink_to(source)
+            source = path.with_suffix("")
+        except OSError:  # Windows allows links to administrators only
+            named = ["--model-name", path.stem]
+    return [str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype, *named], env
 
 
 def _convert(directory: Path, path: Path, command: list[str], env: dict[str, str], size: int, console: Console) -> None:

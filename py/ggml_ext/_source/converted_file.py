@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +20,7 @@ from .._base.file_reader import FileChanged, FileReader
 from .._base.files import check_free_space, fingerprint, identify_file
 from .._base.units import MIB
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._native.process import POLL_SECONDS, require_pipe, start_program
+from .._native.process import log_file, read_pieces, require_pipe, start_program
 
 SERVER = Path(__file__).with_name("serve_tensors.py")
 KEPT_BYTES, KEPT_TENSORS = 1 << 28, 2  # converted tensors that stay on the disk: those that threads read at a time
@@ -35,16 +33,13 @@ class Converter:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     explain: Callable[[int, str], UserError]
+    output: Iterator[bytes]
     pending: bytearray = field(default_factory=bytearray)
 
     def read_line(self) -> str | None:
         """Return the next line of its output; None at the end, if it has succeeded. UserError if it has failed."""
-        output = require_pipe(self.process.stdout)
         while b"\n" not in self.pending:
-            # a signal just before a read is handled only after it
-            if not select.select([output], [], [], POLL_SECONDS)[0]:
-                continue
-            if not (piece := output.read(4096)):
+            if not (piece := next(self.output, b"")):
                 if code := self.process.wait():
                     raise self.explain(code, Path(self.log.name).read_bytes().decode(errors="replace"))
                 return None
@@ -148,10 +143,10 @@ def start_converter(
     Raises:
         UserError: the converter fails, or writes no file.
     """
-    with tempfile.NamedTemporaryFile() as log:
+    with log_file() as log:
         command = [sys.executable, str(SERVER), *command]
         with start_program(command, path.parent, dict(env), subprocess.PIPE, log) as process:
-            converter = Converter(process, log, explain)
+            converter = Converter(process, log, explain, read_pieces(require_pipe(process.stdout)))
             if converter.read_line() is not None:
                 yield ConvertedFile(path, converter, sources, console)
                 return
