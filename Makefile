@@ -30,6 +30,7 @@ check: install
 	@$(BIN)/python scripts/build/figures.py --check
 	@$(BIN)/python scripts/build/options_doc.py --check
 	@$(BIN)/python scripts/build/import_graph.py
+	@$(BIN)/python scripts/build/lint.py
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m mypy py/ggml_ext
 	@$(BIN)/python -m mypy --platform win32 --cache-dir .mypy_cache/win32 py/ggml_ext
