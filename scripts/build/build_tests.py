@@ -113,6 +113,8 @@ def main() -> None:
             find_programs(system_packages.PARALLEL, "the test of GNU parallel will be skipped")
             if args.nightly:
                 find_programs(system_packages.SLURM, "the test of Slurm will be skipped")
+            if args.nightly and platform.machine() == "x86_64":
+                find_programs(system_packages.WINE, "the test with Windows' Python will be skipped")
         options, directory, target = steps[name]
         if name == "vulkan":
             options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)

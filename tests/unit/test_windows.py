@@ -1,4 +1,4 @@
-"""The Python package on a system made similar to Windows. The same checks run on Windows and under Wine."""
+"""The Python package on a system made similar to Windows. tests/package/test_wine.py runs the same checks under Wine."""
 
 import os
 import subprocess
