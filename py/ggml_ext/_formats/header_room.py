@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -128,7 +129,7 @@ def _copy_data(source: BinaryIO, out: BinaryIO, start: int, to: int, n_bytes: in
     """Copy n_bytes from `start` to `to`. Some file systems share the data instead."""
     n_done = 0
     try:
-        while n_piece := os.copy_file_range(source.fileno(), out.fileno(), n_bytes - n_done, start + n_done, to + n_done):
+        while sys.platform != "win32" and (n_piece := os.copy_file_range(source.fileno(), out.fileno(), n_bytes - n_done, start + n_done, to + n_done)):
             n_done += n_piece
     except (AttributeError, OSError):  # not on this system, or not on this drive
         pass
