@@ -128,11 +128,10 @@ def _copy(file: GGUFFile, path: Path, entries: Sequence[KeyValue]) -> None:
 def _copy_data(source: BinaryIO, out: BinaryIO, start: int, to: int, n_bytes: int) -> None:
     """Copy n_bytes from `start` to `to`. Some file systems share the data instead."""
     n_done = 0
-    try:
-        while sys.platform != "win32" and (n_piece := os.copy_file_range(source.fileno(), out.fileno(), n_bytes - n_done, start + n_done, to + n_done)):
-            n_done += n_piece
-    except (AttributeError, OSError):  # not on this system, or not on this drive
-        pass
+    if sys.platform != "win32":
+        with contextlib.suppress(AttributeError, OSError):  # not on this system, or not on this drive
+            while n_piece := os.copy_file_range(source.fileno(), out.fileno(), n_bytes - n_done, start + n_done, to + n_done):
+                n_done += n_piece
     source.seek(start + n_done)
     out.seek(to + n_done)
     shutil.copyfileobj(source, out)
