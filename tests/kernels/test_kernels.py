@@ -284,8 +284,8 @@ def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_id_does_not_depend_on_the_batch(lib, type_name, n_threads):
-    """Experts of 0 to 11 tokens, on average too few for the GEMM, give the bits of each token alone."""
-    n_rows, n, n_expert = 70, row_lengths(type_name, [2])[-1], 12
+    """Experts of 0 to 9 tokens, on average too few for the GEMM, give the bits of each token alone."""
+    n_rows, n, n_expert = 70, row_lengths(type_name, [2])[-1], 10
     experts = native.random_blocks(lib, type_name, (n_expert, n_rows, n), 23)
     rng = np.random.default_rng(24)
     ids = rng.permutation(np.repeat(np.arange(n_expert), np.arange(n_expert))).astype(np.int32)[:, None]
