@@ -15,7 +15,7 @@ from ggml_ext import __main__ as everything
 from ggml_ext import export, inspect, libdir, quantize
 from ggml_ext._base import encoding
 from ggml_ext._base.errors import UserError
-from ggml_ext._commands import exporting, inspecting, quantizing
+from ggml_ext._commands import exporting, inspecting, opening
 from helpers.commands import run_main, tool
 from helpers.errors import check_error
 from helpers.models import gaussian, write_gguf
@@ -37,7 +37,7 @@ def list_commands(source) -> dict:
     """Return for each command main(), a function that it calls early, and a valid command line."""
     out = source.with_name("out.gguf")
     return {
-        "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
+        "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], opening),
         "export": (export, "open_model", [source, out, "--type", "q8_0"], exporting),
         "inspect": (inspect, "open_model", [source], inspecting),
         "libdir": (libdir, "find_library_directory", [], libdir),

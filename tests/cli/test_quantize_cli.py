@@ -24,7 +24,7 @@ ITQ3_S_BOUND = 0.0374
 # Types without a numpy encoder by default.
 NUMPY_ONLY = ("--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0")
 WRITTEN_KEYS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options",
-                "ggml_ext.importance"}
+                "ggml_ext.importance", "ggml_ext.quality.room"}
 MATRICES = {
     "token_embd.weight": gaussian(32, 512, seed=2),
     "blk.0.attn_norm.weight": gaussian(512, seed=3),

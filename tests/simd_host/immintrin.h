@@ -32,6 +32,8 @@
 #undef _mm256_dpbusd_epi32
 #undef _mm256_dpbusd_avx_epi32
 #undef _mm512_inserti32x4
+#undef _tile_storeconfig
+#undef _tile_loadconfig
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
@@ -291,6 +293,8 @@ static tile & tile_register(int i) {
     static thread_local tile tiles[8];
     return tiles[i];
 }
+static inline void _tile_storeconfig(void * config) { memset(config, 0, 64); }
+static inline void _tile_loadconfig(const void *) {}
 static inline void _tile_zero(int i) { tile_register(i) = tile{}; }
 static inline void _tile_loadd(int i, const void * p, size_t stride) {
     for (int r = 0; r < 16; ++r) { memcpy(tile_register(i).row[r], (const char *) p + r*stride, 64); }

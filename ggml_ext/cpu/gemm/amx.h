@@ -36,17 +36,18 @@ struct alignas(64) tile_configuration {
     uint8_t  rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Load this configuration. ggml's own AMX kernels load theirs once per thread, so it must be restored.
+// Load this configuration. ggml's own AMX kernels load theirs once per thread, so it must be restored. It is a constant, because GCC's
+// intrinsics claim to read 8 of its 64 bytes, and the others might not be written yet.
 static inline void configure_tiles(char (&previous)[64]) {
     if (uses_amx()) {
-        const tile_configuration ours;
-        __asm__ volatile("sttilecfg %0" : "=m"(previous));
-        __asm__ volatile("ldtilecfg %0" :: "m"(ours));
+        static constexpr tile_configuration ours;
+        _tile_storeconfig(previous);
+        _tile_loadconfig(&ours);
     }
 }
 static inline void restore_tiles(const char (&previous)[64]) {
     if (uses_amx()) {
-        __asm__ volatile("ldtilecfg %0" :: "m"(previous));
+        _tile_loadconfig(previous);
     }
 }
 
