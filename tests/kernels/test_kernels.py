@@ -220,7 +220,7 @@ def gemm_columns(type_name: str) -> int:
         return 1 << 60
     if kernels("native").isa == "avx2":
         return 11 if "_t" in type_name else 29
-    return 13 if TYPES[type_name].block_size == 64 else 9
+    return 10 if TYPES[type_name].block_size == 64 else 8 if type_name == "ccq2" else 9
 
 
 GEMM_TYPES = [name for name in TYPE_NAMES if TYPES[name].block_size > 32]
