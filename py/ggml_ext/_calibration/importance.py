@@ -102,8 +102,7 @@ class Importance:
 
     def hessians_of(self, plan: QuantizationPlan) -> dict[str, TensorHessian]:
         """Return the Hessians that the plan's tensors are encoded under, by tensor."""
-        tensors = [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
-        return {t.name: hessian for t in tensors if (hessian := self.hessian(t))}
+        return {t.name: hessian for t in list_using_hessians(plan) if (hessian := self.hessian(t))}
 
     def hessian_uses(self, plan: QuantizationPlan) -> dict[str, HessianUse]:
         """Describe the Hessian of each tensor."""
@@ -185,6 +184,11 @@ def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | No
     return Importance(kind, matrix, hessians, text_name, full_columns=limit)
 
 
+def list_using_hessians(plan: QuantizationPlan) -> list[Tensor]:
+    """List the tensors whose encoders use a Hessian, if there is one."""
+    return [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
+
+
 def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested: bool) -> None:
     """Check the Hessians against the model and add warnings. The kind becomes diagonal if no type uses them.
 
@@ -199,7 +203,7 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
     hessian_file = importance.hessians
     if hessian_file is None:
         return
-    tensors = [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
+    tensors = list_using_hessians(plan)
     if not tensors:
         if is_requested:
             plan.warnings.append(f"--importance {importance.kind}: no tensor gets a type that uses more than the diagonal")

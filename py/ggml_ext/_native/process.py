@@ -89,6 +89,14 @@ def read_pieces(pipe: IO[bytes]) -> Iterator[bytes]:
             yield piece
 
 
+def read_lines(pipe: IO[bytes]) -> Iterator[bytes]:
+    """Yield a program's output line by line, without a last one that has no end."""
+    rest = b""
+    for piece in read_pieces(pipe):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+
+
 @contextlib.contextmanager
 def log_file() -> Iterator[IO[bytes]]:
     """Yield a temporary file that can be opened by its name too, which Windows allows for no NamedTemporaryFile."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from .._base.errors import UserError
 from .._base.files import mapping_error
-from .process import describe_failure, read_pieces, require_pipe, start_program
+from .process import describe_failure, read_lines, require_pipe, start_program
 
 FLAG, HINT = "--propagate", "leave out --propagate"
 
@@ -112,7 +112,7 @@ class LayerStreams:
             directory: for files that are exchanged with the program.
         """
         self._command, self._dir = list(command), directory
-        self._stack, self._rest = ExitStack(), b""
+        self._stack = ExitStack()
         self.layers: tuple[tuple[ProductGroup, ...], ...] = ()
         self.n_chunks = self.n_tokens = 0
         self.no_gradients = ""
@@ -121,7 +121,7 @@ class LayerStreams:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
             self._process = stack.enter_context(start_program(self._command, self._dir, None, subprocess.PIPE, self._log))
-            self._output = read_pieces(require_pipe(self._process.stdout))
+            self._lines = read_lines(require_pipe(self._process.stdout))
             self._set_model(self._read_answer())
             self._map_memory(stack)
             self._stack = stack.pop_all()
@@ -157,15 +157,12 @@ class LayerStreams:
             self._memory.close()
 
     def _read_answer(self) -> dict[str, Any]:
-        while b"\n" not in self._rest:
-            if not (piece := next(self._output, b"")):
-                code = self._process.wait()
-                self._log.seek(0)
-                log = self._log.read().decode(errors="replace")
-                less = f"pass fewer --calibration-chunks, or {HINT}"
-                raise UserError(f"{FLAG}: " + describe_failure("ggml-ext-streams", code, log, hint=HINT, less_memory=less))
-            self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
+        if (line := next(self._lines, None)) is None:
+            code = self._process.wait()
+            self._log.seek(0)
+            log = self._log.read().decode(errors="replace")
+            less = f"pass fewer --calibration-chunks, or {HINT}"
+            raise UserError(f"{FLAG}: " + describe_failure("ggml-ext-streams", code, log, hint=HINT, less_memory=less))
         answer = json.loads(line)
         if first := answer.get("not_finite"):
             raise UserError(

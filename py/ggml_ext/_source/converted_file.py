@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from .._base.file_reader import FileChanged, FileReader
 from .._base.files import check_free_space, fingerprint, identify_file
 from .._base.units import MIB
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._native.process import log_file, read_pieces, require_pipe, start_program
+from .._native.process import log_file, read_lines, require_pipe, start_program
 
 SERVER = Path(__file__).with_name("serve_tensors.py")
 KEPT_BYTES, KEPT_TENSORS = 1 << 28, 2  # converted tensors that stay on the disk: those that threads read at a time
@@ -33,20 +33,15 @@ class Converter:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     explain: Callable[[int, str], UserError]
-    output: Iterator[bytes]
-    pending: bytearray = field(default_factory=bytearray)
+    lines: Iterator[bytes]  # of its output
 
     def read_line(self) -> str | None:
         """Return the next line of its output; None at the end, if it has succeeded. UserError if it has failed."""
-        while b"\n" not in self.pending:
-            if not (piece := next(self.output, b"")):
-                if code := self.process.wait():
-                    raise self.explain(code, Path(self.log.name).read_bytes().decode(errors="replace"))
-                return None
-            self.pending += piece
-        line, _, rest = bytes(self.pending).partition(b"\n")
-        self.pending[:] = rest
-        return line.decode()
+        if (line := next(self.lines, None)) is not None:
+            return line.decode()
+        if code := self.process.wait():
+            raise self.explain(code, Path(self.log.name).read_bytes().decode(errors="replace"))
+        return None
 
     def request(self, line: str) -> None:
         """Send a request. An error shows when the answer is read."""
@@ -146,7 +141,7 @@ def start_converter(
     with log_file() as log:
         command = [sys.executable, str(SERVER), *command]
         with start_program(command, path.parent, dict(env), subprocess.PIPE, log) as process:
-            converter = Converter(process, log, explain, read_pieces(require_pipe(process.stdout)))
+            converter = Converter(process, log, explain, read_lines(require_pipe(process.stdout)))
             if converter.read_line() is not None:
                 yield ConvertedFile(path, converter, sources, console)
                 return
