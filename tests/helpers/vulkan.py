@@ -58,7 +58,8 @@ def environment(**more: str) -> dict[str, str]:
 def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case, CaseResult | None]:
     """Run cases in one process; a result is None where the device refuses.
 
-    Cases with the most activations run first: lavapipe 22.3 corrupts its heap when their buffer grows, with upstream types too.
+    Cases with the most activations run first: lavapipe 22.3 corrupts its heap when ggml's buffer for them grows, with
+    upstream types too.
     """
     cases = sorted(cases, key=Case.n_activations, reverse=True)
     lines = "".join(f"{type_name} {' '.join(map(str, case))}\n" for case in cases)
