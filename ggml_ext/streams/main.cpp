@@ -1,10 +1,12 @@
-// ggml-ext-streams: run a model layer by layer for sequential quantization (stream-pair.h). py/ggml_ext/_native/streams.py sends these lines:
+// ggml-ext-streams: run a model layer by layer, for sequential quantization and calibration (stream-pair.h). py/ggml_ext/_native/streams.py
+// sends these lines:
 //
-//   exchange BYTES FILE   map FILE, through which both sides exchange arrays
+//   exchange BYTES ONLY FILE   map FILE, through which both sides exchange arrays; ONLY 1: the original model runs alone, with `collect`
 //   bf16                  let the original model's products use BF16 in place of F16 if the CPU is faster with that
 //   layer N               the streams are at the input of layer N
 //   set NAME TYPE FILE    replace the matrix NAME of the quantized model
 //   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output
+//   collect C             write the inputs of all groups of the layer of chunk C, and advance the original stream to the layer's output
 //   advance C             advance the streams of chunk C to the layer's output
 //   learn N               allocate memory for the gradients of N chunks
 //   backward C            compute the gradients of chunk C; the loss is in labels.h
@@ -36,8 +38,8 @@ json execute(ggml_ext::stream_pair & streams, std::istringstream & line) {
     size_t      n_bytes = 0;
     int         a = 0, b = 0, c = 0;
     line >> command;
-    if (command == "exchange" && line >> n_bytes >> std::ws && std::getline(line, path)) {
-        streams.set_exchange(path, n_bytes);
+    if (command == "exchange" && line >> n_bytes >> a >> std::ws && std::getline(line, path)) {
+        streams.set_exchange(path, n_bytes, a != 0);
     } else if (command == "bf16") {
         streams.prefer_bf16();
     } else if (command == "layer" && line >> a) {
@@ -46,6 +48,8 @@ json execute(ggml_ext::stream_pair & streams, std::istringstream & line) {
         streams.replace_matrix(name, type, path);
     } else if (command == "inputs" && line >> a >> b >> c) {
         streams.export_inputs(a, b, c != 0);
+    } else if (command == "collect" && line >> a) {
+        streams.collect_inputs(a);
     } else if (command == "advance" && line >> a) {
         return streams.advance(a);
     } else if (command == "learn" && line >> a) {
@@ -61,7 +65,7 @@ json execute(ggml_ext::stream_pair & streams, std::istringstream & line) {
 }
 
 void print_usage(int, char ** argv) {
-    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]\n\na part of ggml-ext quantize --propagate\n", argv[0]);
+    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]\n\na part of ggml-ext quantize\n", argv[0]);
 }
 
 // Return the standard output for answers; what libraries print goes to the log.

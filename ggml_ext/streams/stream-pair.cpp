@@ -26,13 +26,8 @@ stream_pair::stream_pair(llama_context * ctx, overflow_watcher & watcher, std::v
       n_layers(llama_model_n_layer(llama_get_model(ctx))) {
     ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return edit_graph(graph); });
     compute(0, NONE);
-    if (!error.empty()) {
-        return;
-    }
-    for (int model : { ORIGINAL, QUANTIZED }) {
-        stream[model] = mapping(file, (size_t) n_chunks * chunk_bytes, true);
-        kept[model]   = mapping(file, std::max<size_t>(1, (size_t) n_chunks * kept_bytes[model]), true);
-        kept_group[model].resize(n_chunks);
+    for (auto & groups : kept_group) {
+        groups.resize(n_chunks);
     }
 }
 
@@ -41,6 +36,15 @@ stream_pair::~stream_pair() { ggml_ext_set_graph_cut({}); }
 json stream_pair::describe() const {
     return error.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "layers", description }, { "no_gradients", gradient_error } }
                          : json{ { "error", error } };
+}
+
+void stream_pair::set_exchange(const std::string & path, size_t n_bytes, bool only_original) {
+    for (int model : { ORIGINAL, QUANTIZED }) {
+        const bool is_used = !only_original || model == ORIGINAL;
+        stream[model] = mapping(file, is_used ? (size_t) n_chunks * chunk_bytes : 1, true);
+        kept[model]   = mapping(file, std::max<size_t>(1, only_original ? 0 : (size_t) n_chunks * kept_bytes[model]), true);
+    }
+    exchange = mapping(path, n_bytes, false);
 }
 
 void stream_pair::enter_layer(int n) {
@@ -296,21 +300,45 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
         };
         run_layer(chunk, model, group);
         keep_values(group);
-        char * dst       = exchange.data();
-        size_t remaining = exchange.size();
-        each_array(parts.layers()[layer].groups.at(group), [&](ggml_tensor * t) {
-            const size_t n_bytes = (size_t) ggml_nelements(t) * ggml_type_size(t->type);
-            if (2 * n_bytes > remaining) {
-                fail("the exchange is too small");
-            }
-            copy_rows(t, dst + model * n_bytes);
-            dst += 2 * n_bytes;
-            remaining -= 2 * n_bytes;
-        });
+        size_t offset = 0;
+        each_array(parts.layers()[layer].groups.at(group), [&](ggml_tensor * t) { offset = export_array(t, offset, model, 2); });
         if (advances) {
             store_stream(chunk, ORIGINAL);
         }
     }
+}
+
+void stream_pair::collect_inputs(int chunk) {
+    check_index("chunk", chunk, n_chunks);
+    check_index("layer", layer, n_layers);
+    const auto each_input = [this](const auto & f) {
+        for (const auto & g : parts.layers()[layer].groups) {
+            f(g.x);
+            if (g.ids) {
+                f(g.ids);
+            }
+        }
+    };
+    select_targets = [&](const ggml_ext::layer & l) {
+        end_values.clear();
+        std::vector<ggml_tensor *> targets = { l.end };
+        each_input([&](ggml_tensor * t) { targets.push_back(t); });
+        return targets;
+    };
+    run_layer(chunk, ORIGINAL, 0);
+    size_t offset = 0;
+    each_input([&](const ggml_tensor * t) { offset = export_array(t, offset, 0, 1); });
+    store_stream(chunk, ORIGINAL);
+}
+
+// Write an array to the exchange, the i-th of n copies. Return the offset after all of them.
+size_t stream_pair::export_array(const ggml_tensor * t, size_t offset, int index, int n_copies) {
+    const size_t n_bytes = (size_t) ggml_nelements(t) * ggml_type_size(t->type), end = offset + n_copies * n_bytes;
+    if (end > exchange.size()) {
+        fail("the exchange is too small");
+    }
+    copy_rows(t, exchange.data() + offset + index * n_bytes);
+    return end;
 }
 
 // Keep the values at the inputs of a group. There is no room for those of the original model at the last group, where it usually advances.

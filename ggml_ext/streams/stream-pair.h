@@ -27,8 +27,8 @@ public:
     // The model's layers, their groups of products, or the error that prevents cutting it.
     nlohmann::ordered_json describe() const;
 
-    // Map the file that arrays are exchanged through.
-    void set_exchange(const std::string & path, size_t n_bytes) { exchange = mapping(path, n_bytes, false); }
+    // Allocate memory for the streams, and map the file that arrays are exchanged through. only_original: for collect_inputs() alone.
+    void set_exchange(const std::string & path, size_t n_bytes, bool only_original);
 
     // Let the original model's products use BF16 in place of F16 if the CPU is faster with that.
     void prefer_bf16();
@@ -43,6 +43,10 @@ public:
     // Write arrays of a chunk at a group of products to the exchange, each of the original and then of the quantized model: the input, the
     // ids of experts, the residuals of products. advance_original: in the same run, advance the original stream to the layer's output.
     void export_inputs(int group, int chunk, bool advance_original);
+
+    // Write the inputs and the ids of experts of all groups of the layer in the original model to the exchange, and advance its stream of a
+    // chunk to the layer's output.
+    void collect_inputs(int chunk);
 
     // Advance the quantized stream of a chunk to the layer's output, and the original one unless export_inputs() did so for all chunks.
     // Return the energy of the original and of the difference, without the first token, whose energy is of another order.
@@ -62,6 +66,7 @@ private:
     enum class purpose { layer, full, gradients };
 
     void                  run_layer(int chunk, int model, int end_group);
+    size_t                export_array(const ggml_tensor * t, size_t offset, int index, int n_copies);
     void                  round_matrices();
     void                  separate_plans();
     int                   find_group(const std::string & weight) const;

@@ -1,7 +1,8 @@
 """Calibration: run llama-imatrix on the model, and cache the result next to the output for the next type.
 
-The cache is MODEL.imatrix.gguf, a usual imatrix, and MODEL.imatrix.json, the record of its inputs. Hessians that exceed the memory are
-collected in passes over ranges of layers, one file each.
+The cache is MODEL.imatrix.gguf, a usual imatrix, and MODEL.imatrix.json, the record of its inputs. If the model and its Hessians exceed the
+memory, they are collected layer by layer (by_layer.py). Where a model cannot run so, the Hessians are collected in passes over ranges of
+layers, one file each.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from .._formats.gguf_file import GGUFFile
 from .._formats.tensor_types import uses_metric
 from .._native.process import describe_failure, run_streamed
 from .._native.programs import find_tool
-from .._native.text_file import FLAG, check_text, count_tokens
+from .._native.text_file import check_text, count_chunks
 from .._plan.imatrix_use import list_types_using_imatrix
 from .._plan.plan import QuantizationPlan
-from . import proxy
+from . import by_layer, proxy
 from .cost import CalibrationCost, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
 from .options import COST, DEFAULT_CHUNKS, MEMORY_SHARE, CalibrationOptions
@@ -111,12 +112,12 @@ class CalibrationRun(CalibrationSetup):
         return open_importance(paths, self.kind, self.text_name, self.cost.full_columns)
 
     def memory_needed(self, layers: Layers = None) -> int:
-        return self.cost.n_bytes + self.cost.hessian_bytes(self.kind, layers)
+        return self.cost.collection_bytes(self.kind, layers)
 
     @property
     def needs_passes(self) -> bool:
         """Whether the Hessians of all layers at once exceed the memory. Without room for those of one layer, block-diagonal ones take one pass."""
-        if self.kind == "diagonal" or self.memory_needed() <= self.memory_limit:
+        if self.kind == "diagonal" or self.cost.by_layer or self.memory_needed() <= self.memory_limit:
             return False
         return self.kind == "full" or all(self.memory_needed([layer]) <= self.memory_limit for layer in self.cost.layers)
 
@@ -125,7 +126,7 @@ class CalibrationRun(CalibrationSetup):
         statistics = {"diagonal": "diagonal Hessians", "block": "block-diagonal Hessians", "full": "full Hessians"}[self.kind]
         statistics += "" if self.cost.full_columns is None else f" up to {self.cost.full_columns:,} columns, else block-diagonal ones,"
         proxy_model = "" if self.proxy_model is None else f", proxy model {self.proxy_model.title}"
-        n_passes, each = (f"{len(passes)} passes over layers, ", " each") if len(passes) > 1 else ("", "")
+        n_passes, each = (f"{len(passes)} passes over layers, ", " each") if len(passes) > 1 else ("layer by layer, " if self.cost.by_layer else "", "")
         seconds = format_duration(self.cost.seconds(self.kind, self.n_tokens, self.n_threads))
         return (
             f"calibration: {statistics} of {len(self.cost.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
@@ -291,14 +292,20 @@ def collect(
 
 
 def run_pass(run: CalibrationRun, model_path: Path, layers: Layers, *, directory: Path, title: str, console: Console) -> Path:
-    """Run llama-imatrix once and return its file in the directory. Raises and other arguments: as for collect()."""
+    """Run the model once and return the file in the directory. Raises and other arguments: as for collect()."""
+    result = directory.resolve() / "imatrix.gguf"
+    if run.cost.by_layer:
+        streams = by_layer.list_command(model_path, run.text, n_context=run.n_context, n_chunks=run.n_chunks, n_threads=run.n_threads)
+        by_layer.collect_by_layer(
+            streams, result, lambda n: run.cost.kind_for(n, run.kind), n_threads=run.n_threads, title=title, console=console
+        )
+        return result
     # -b: logits of one chunk at a time; --output-frequency: no intermediate results
     command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if run.cost.full_columns is None else ["--moments-columns", run.cost.full_columns]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
-    result = directory.resolve() / "imatrix.gguf"
     # the file records the text's path as given, so pass the name only
     run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
     if not result.is_file():
@@ -378,7 +385,8 @@ def prepare(
     program = _find_program(options, types, console)
     if program is None:
         return PreparedImportance(Importance())
-    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, console=console)
+    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
+    setup = _fit_into_memory(options, setup, types, is_dry, console)
     kind, full_columns = _choose_kind(options, setup, types, n_compared_metrics, console)
     run = CalibrationRun(**vars(setup) | {"cost": replace(setup.cost, full_columns=full_columns)}, kind=kind)
     if not is_dry:
@@ -412,9 +420,9 @@ def _find_program(options: CalibrationOptions, types: Sequence[GGMLQuantizationT
 
 
 def configure_calibration(
-    options: CalibrationOptions, file: GGUFFile, directory: Path, *, n_threads: int, program: Path, console: Console
+    options: CalibrationOptions, file: GGUFFile, directory: Path, *, n_threads: int, program: Path
 ) -> CalibrationSetup:
-    """Configure a calibration, except its kind. Raise UserError if the text or the model cannot be used."""
+    """Configure a calibration with the model itself, except its kind. Raise UserError if the text or the model cannot be used."""
     text, text_name = (TEXT, BUILT_IN) if options.text is None else (options.text, options.text.name)
     n_bytes = check_text(text)
     cost = CalibrationCost.read(file)
@@ -422,10 +430,6 @@ def configure_calibration(
         raise UserError(f"calibration: {file.path} has no layers for llama-imatrix to collect inputs of: pass --no-calibration")
     n_chunks = options.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_length(file)
     text_chunks = count_chunks(file, text, n_bytes, n_chunks)
-    memory_limit = options.memory * GIB if options.memory else MEMORY_SHARE * available_memory()
-    proxy_model = proxy.find_proxy(options.proxy_model, file, memory_limit, console)
-    if proxy_model is not None:
-        cost = replace(cost, n_bytes=proxy_model.n_bytes, type=proxy_model.product_type())
     return CalibrationSetup(
         file=file,
         cost=cost,
@@ -435,11 +439,30 @@ def configure_calibration(
         n_chunks=min(n_chunks, text_chunks),
         text_chunks=text_chunks,
         n_threads=n_threads,
-        memory_limit=memory_limit,
+        memory_limit=options.memory * GIB if options.memory else MEMORY_SHARE * available_memory(),
         program=program,
-        proxy_model=proxy_model,
         devices=options.devices.arguments(),
     )
+
+
+def _fit_into_memory(
+    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], is_dry: bool, console: Console
+) -> CalibrationSetup:
+    """Collect layer by layer, or with a proxy model, if the model and the Hessians exceed the memory.
+
+    types: list_types_using_imatrix(). A dry run does not load the model, and assumes that its graph can be cut into layers.
+    """
+    kind = options.kind or ("full" if any(map(uses_metric, types)) else "diagonal")
+    is_itself = options.proxy_model in (None, proxy.SOURCE) and not setup.devices
+    if kind != "diagonal" and is_itself and setup.cost.collection_bytes(kind) > setup.memory_limit:
+        obstacle = by_layer.find_obstacle(setup.file, setup.text, is_dry)
+        if not obstacle:
+            return replace(setup, cost=replace(setup.cost, by_layer=True))
+        console.note(f"the Hessians cannot be collected layer by layer: {obstacle}")
+    proxy_model = proxy.find_proxy(options.proxy_model, setup.file, setup.memory_limit, console)
+    if proxy_model is None:
+        return setup
+    return replace(setup, proxy_model=proxy_model, cost=replace(setup.cost, n_bytes=proxy_model.n_bytes, type=proxy_model.product_type()))
 
 
 def _choose_kind(
@@ -459,6 +482,8 @@ def _choose_kind(
             where = f" of inputs of more than {n_columns:,} columns" if n_columns else ""
             console.note(f"block-diagonal Hessians{where}: {reason}; --importance full overrides this")
         return ("full" if n_columns else "block"), cost.full_limit(n_columns)
+    if options.kind == "full" and cost.by_layer:
+        split_layers(cost, cost.layers, limit, "full")  # raises UserError if a layer does not fit
     if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_metrics)) > limit:
         fewer = ", fewer --threads" if n_compared_metrics else ""
         console.note(
@@ -466,31 +491,3 @@ def _choose_kind(
             f"fail; --importance block{fewer} needs less"
         )
     return options.kind, None
-
-
-def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_requested: int) -> int:
-    """Count the chunks of a text as llama-imatrix does, up to n_requested + 1.
-
-    Without access to the vocabulary, each byte counts as a token.
-
-    Args:
-        file: the model, for its vocabulary.
-        text: the file.
-        n_bytes: its size.
-        n_requested: number of chunks to calibrate with.
-
-    Raises:
-        UserError: the text is too short.
-    """
-    n_context = context_length(file)
-    needed = 2 * n_context  # by llama-imatrix
-    if n_bytes < needed:
-        raise _too_short(text, f"{n_bytes:,} bytes", needed)
-    n_tokens = count_tokens(file.path, text, (n_requested + 1) * n_context)
-    if n_tokens is not None and n_tokens < needed:
-        raise _too_short(text, f"{n_tokens:,} tokens", needed)
-    return (n_bytes if n_tokens is None else n_tokens) // n_context
-
-
-def _too_short(text: Path, size: str, needed: int) -> UserError:
-    return UserError(f"{FLAG}: {text} has {size}, llama-imatrix needs {needed:,} tokens; pass a text of some 100 kB")

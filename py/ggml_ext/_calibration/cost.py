@@ -27,6 +27,7 @@ MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
 FACTORIZATION_RATE = 1e10
 # Bytes per pair of columns during factorization: the Hessian in double precision, for upstream types also two in single precision.
 FACTORIZATION_BYTES = 16
+COPIES = 3  # of a layer's triangles that by_layer.py holds: squares, and one input's packed again
 # Matrices with the same input, by the one that represents them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
 
@@ -66,6 +67,7 @@ class CalibrationCost:
     factorizations: Mapping[int, float]  # sums of n^3/3 over the weight matrices, by their number of columns n
     type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights in the layers
     full_columns: int | None = None  # kind "full" means block-diagonal Hessians for inputs with more columns; None: no limit
+    by_layer: bool = False  # collect the Hessians of one layer at a time
 
     @classmethod
     def read(cls, file: GGUFFile) -> CalibrationCost:
@@ -91,7 +93,9 @@ class CalibrationCost:
             n_weights_used += t.n_elements * used / n_matrices
             factorizations[t.ne[0]] += n_matrices * t.ne[0] ** 3 // 3
         most = weights.most_common(1)
-        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorizations, *([most[0][0]] if most else []))
+        return cls(
+            file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorizations, most[0][0] if most else GGMLQuantizationType.F16
+        )
 
     @property
     def layers(self) -> list[int]:
@@ -117,6 +121,12 @@ class CalibrationCost:
 
     def hessian_bytes(self, kind: str, layers: list[int] | None = None) -> int:
         return sum(i.n_bytes(self.kind_for(i.n_columns, kind)) for i in self.inputs if layers is None or i.layer in layers)
+
+    def collection_bytes(self, kind: str, layers: list[int] | None = None) -> int:
+        """Return the memory that collecting the Hessians of these layers takes, with the weights that are in use."""
+        if self.by_layer:
+            return self.n_bytes // len(self.layers) + COPIES * max(self.hessian_bytes(kind, [layer]) for layer in layers or self.layers)
+        return self.n_bytes + self.hessian_bytes(kind, layers)
 
     def collection_flops(self, kind: str) -> float:
         """Return the operations per token that collecting the Hessians takes."""
@@ -171,12 +181,12 @@ def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_thr
 def find_lack(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_metrics: int) -> str:
     """Describe what full Hessians lack, with the arguments of choose_importance(); "" if nothing. They need:
 
-    - memory for the model and the Hessians of all layers, and later for their factorization;
+    - memory for the model and the Hessians, of one layer or of all, and later for their factorization;
     - ENOUGH_TOKENS tokens per column of the widest, else they may not generalize to other text;
     - collecting takes at most as long as running the model;
     - factorizing takes at most 15 minutes.
     """
-    needed = max(cost.n_bytes + cost.hessian_bytes("full"), cost.factorization_bytes(n_threads, n_compared_metrics))
+    needed = max(cost.collection_bytes("full"), cost.factorization_bytes(n_threads, n_compared_metrics))
     factorization = cost.factorization_seconds(n_threads, n_compared_metrics)
     subject = f"full Hessians of {cost.widest_full:,} columns"
     if needed > memory:
@@ -194,12 +204,12 @@ def split_layers(cost: CalibrationCost, layers: list[int], memory: float, kind: 
     """Split layers into ranges whose Hessians of a kind fit into memory with the model. Raise UserError if full ones of a single layer do not."""
     passes: list[list[int]] = []
     for layer in layers:
-        if passes and passes[-1][-1] == layer - 1 and cost.n_bytes + cost.hessian_bytes(kind, [*passes[-1], layer]) <= memory:
+        if passes and passes[-1][-1] == layer - 1 and cost.collection_bytes(kind, [*passes[-1], layer]) <= memory:
             passes[-1].append(layer)
             continue
-        needed = cost.n_bytes + cost.hessian_bytes(kind, [layer])
+        needed = cost.collection_bytes(kind, [layer])
         if needed > memory:
-            block = cost.n_bytes + cost.hessian_bytes("block")
+            block = cost.collection_bytes("block")
             raise UserError(
                 f"--importance full: the model and the full Hessians of layer {layer} need {needed / GIB:.2f} GiB, "
                 f"the limit is {memory / GIB:.2f} GiB; pass a larger --memory, or --importance block, which needs {block / GIB:.2f} GiB"

@@ -25,7 +25,6 @@ from .._native.programs import find_tool
 from .._plan.plan import QuantizationPlan
 from .calibration import PROGRAM, TEMPORARY, CalibrationRun, configure_calibration, run_pass
 from .options import CalibrationOptions
-from .proxy import SOURCE
 
 # s = m^INPUT_POWER / c^WEIGHT_POWER for the mean squares m of a column's inputs and c of its weights. Without error feedback the loss,
 # AM(m / s^2) AM(s^2 c), is least for s^4 = m / c; if feedback moves all of a column's error to others, GM(m / s^2) AM(s^2 c) is least for
@@ -138,9 +137,8 @@ def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
-    # so few chunks are not worth a proxy
-    options = replace(options, proxy_model=SOURCE, devices=DeviceOptions(), n_chunks=min(N_CHUNKS, options.n_chunks or N_CHUNKS))
-    setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program, console=Console())
+    options = replace(options, devices=DeviceOptions(), n_chunks=min(N_CHUNKS, options.n_chunks or N_CHUNKS))  # too few to be worth a proxy
+    setup = configure_calibration(options, file, directory, n_threads=n_threads, program=program)
     file.complete(PROGRAM)
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
         run = CalibrationRun(**vars(setup), kind="diagonal")

@@ -71,6 +71,15 @@ def extract_blocks(triangle: np.ndarray, n_columns: int) -> np.ndarray:
     return out
 
 
+def pack_triangle(square: np.ndarray) -> np.ndarray:
+    """Pack the lower triangle of a matrix, float32 (n, n), row by row."""
+    out, position = np.empty(packed_size(len(square), True), np.float32), 0
+    for i, row in enumerate(square):
+        out[position : position + i + 1] = row[: i + 1]
+        position += i + 1
+    return out
+
+
 def divide_columns(triangles: np.ndarray, factors: np.ndarray, is_full: bool) -> np.ndarray:
     """Return the Hessian of inputs x / s: H[i, j] / (s[i] s[j]), packed as H. factors: s, float32 (n_columns,)."""
     out, position, inverse = np.empty_like(triangles), 0, 1 / factors

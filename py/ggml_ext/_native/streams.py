@@ -1,4 +1,4 @@
-"""Run ggml-ext-streams, which computes the inputs of a model's matrices in the original and the partly quantized model.
+"""Run ggml-ext-streams, which computes the inputs of a model's matrices layer by layer, in the original and the partly quantized model.
 
 The comment at the top of ggml_ext/streams/main.cpp documents the requests and answers.
 """
@@ -69,6 +69,10 @@ class ProductGroup:
         """Return the bytes of a chunk's arrays: 4 per element, for both models."""
         return sum(8 * rows * columns for _, (rows, columns) in self.shapes(n_tokens))
 
+    def input_shapes(self, n_tokens: int) -> list[tuple[type[np.generic], tuple[int, int]]]:
+        """Return type and shape of a chunk's inputs and, with experts, of their ids."""
+        return list(self.shapes(n_tokens))[: 2 if self.experts else 1]
+
 
 @dataclass(frozen=True)
 class ChunkArrays:
@@ -95,7 +99,7 @@ class LayerStreams:
 
     The context manager starts and ends the program. All methods raise UserError with the program's message. Order of calls:
     compute_gradients(), if needed; then for each layer enter_layer(), the methods for its arrays and matrices, and, except for the output
-    matrix, advance().
+    matrix, advance(). With the original model alone: enter_layer() and collect_inputs() of all chunks.
 
     Attributes:
         layers: groups of products by layer; the last entry is the output matrix, after the last layer.
@@ -104,14 +108,17 @@ class LayerStreams:
         no_gradients: why the model cannot be differentiated; empty if it can.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path):
+    def __init__(self, command: Sequence[str], directory: Path, *, flag: str = FLAG, hint: str = HINT, only_original: bool = False):
         """Prepare the program.
 
         Args:
             command: the program with its arguments: model, text, chunk length and, optionally, the file for the streams (-o).
             directory: for files that are exchanged with the program.
+            flag: the start of error messages.
+            hint: their end, a way out.
+            only_original: run the original model alone, for collect_inputs().
         """
-        self._command, self._dir = list(command), directory
+        self._command, self._dir, self._flag, self._hint, self._only_original = list(command), directory, flag, hint, only_original
         self._stack = ExitStack()
         self.layers: tuple[tuple[ProductGroup, ...], ...] = ()
         self.n_chunks = self.n_tokens = 0
@@ -141,16 +148,24 @@ class LayerStreams:
     def _map_memory(self, stack: ExitStack) -> None:
         """Map the memory that is shared with the program."""
         path = self._dir / "exchange"
-        n_bytes = max(max((g.n_bytes(self.n_tokens) for g in groups), default=1) for groups in self.layers)
-        n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in dense_products(groups)) for groups in self.layers[:-1]))
-        self._ask(f"exchange {n_bytes} {path}")
+        n_bytes = self._exchange_bytes()
+        self._ask(f"exchange {n_bytes} {int(self._only_original)} {path}")
         with open(path, "r+b") as file:
             try:
                 self._memory = mmap.mmap(file.fileno(), n_bytes)
             except OSError as e:
-                raise UserError(f"{FLAG}: {mapping_error(path, e)}, or {HINT}") from e
+                raise UserError(f"{self._flag}: {mapping_error(path, e)}, or {self._hint}") from e
         path.unlink()
         stack.callback(self._release)
+
+    def _exchange_bytes(self) -> int:
+        """Return the bytes of the largest arrays that are exchanged at once."""
+        if self._only_original:
+            shapes = ([shape for g in groups for _, shape in g.input_shapes(self.n_tokens)] for groups in self.layers[:-1])
+            return max(4 * sum(rows * columns for rows, columns in layer) for layer in shapes)
+        inputs = (g.n_bytes(self.n_tokens) for groups in self.layers for g in groups)
+        gradients = (4 * self.n_tokens * sum(p.rows for p in dense_products(groups)) for groups in self.layers[:-1])
+        return max([1, *inputs, *gradients])
 
     def _release(self) -> None:
         with contextlib.suppress(BufferError):  # an exception may hold a view
@@ -161,16 +176,16 @@ class LayerStreams:
             code = self._process.wait()
             self._log.seek(0)
             log = self._log.read().decode(errors="replace")
-            less = f"pass fewer --calibration-chunks, or {HINT}"
-            raise UserError(f"{FLAG}: " + describe_failure("ggml-ext-streams", code, log, hint=HINT, less_memory=less))
+            less = f"pass fewer --calibration-chunks, or {self._hint}"
+            raise UserError(f"{self._flag}: " + describe_failure("ggml-ext-streams", code, log, hint=self._hint, less_memory=less))
         answer = json.loads(line)
         if first := answer.get("not_finite"):
             raise UserError(
-                f"{FLAG}: the model computes values that are not finite, the first in {first}: convert it again from a good source, or "
+                f"{self._flag}: the model computes values that are not finite, the first in {first}: convert it again from a good source, or "
                 "pass --no-propagate --no-calibration, which run no model"
             )
         if "error" in answer:
-            raise UserError(f"{FLAG}: {answer['error']}; {HINT}")
+            raise UserError(f"{self._flag}: {answer['error']}; {self._hint}")
         return answer
 
     def _ask(self, line: str) -> dict[str, Any]:
@@ -192,7 +207,7 @@ class LayerStreams:
             with open(path, "wb") as file:
                 file.write(data if isinstance(data, bytes) else data.data)
         except OSError as e:
-            raise UserError(f"{FLAG}: cannot write {path}: {e.strerror}; {HINT}") from e
+            raise UserError(f"{self._flag}: cannot write {path}: {e.strerror}; {self._hint}") from e
         self._ask(f"set {name} {type_name.lower()} {path}")
         path.unlink()
 
@@ -210,6 +225,22 @@ class LayerStreams:
         ids = pairs[1] if products.experts else None
         residuals = pairs[2 if products.experts else 1 :]
         return ChunkArrays(pairs[0], ids, dict(zip((p.weight for p in products.products if p.scale), residuals, strict=True)))
+
+    def collect_inputs(self, layer: int, chunk: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Compute a chunk's inputs of all groups of the layer in the original model, and advance its stream to the layer's output.
+
+        Return for each group the inputs, float32 (inputs, columns), and the experts of each token, int32 (tokens, used), or None. The
+        arrays are views of memory that the next request overwrites.
+        """
+        self._ask(f"collect {chunk}")
+        out, offset = [], 0
+        for group in self.layers[layer]:
+            arrays: list[np.ndarray] = []
+            for dtype, (rows, columns) in group.input_shapes(self.n_tokens):
+                arrays.append(np.frombuffer(self._memory, dtype, rows * columns, offset).reshape(rows, columns))
+                offset += 4 * rows * columns
+            out.append((arrays[0], arrays[1] if group.experts else None))
+        return out
 
     def compute_gradients(self, n_chunks: int) -> Iterator[int]:
         """Compute the original model's gradients at all layers for the first chunks; yield each chunk when it is done."""

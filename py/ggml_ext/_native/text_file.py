@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .._base.errors import UserError
+from .._formats.context import context_length
+from .._formats.gguf_file import GGUFFile
 from . import library as _lib
 from .process import run_logged
 
@@ -132,3 +134,31 @@ def _run_counter(library: Path, model: Path, text: Path, n_bytes: int) -> int | 
     code, log = run_logged([*map(str, command)], Path())
     match = re.search(r"^tokens (\d+)$", log, re.M)
     return int(match[1]) if match and code == 0 else None
+
+
+def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_requested: int) -> int:
+    """Count the chunks of a text as llama-imatrix does, up to n_requested + 1.
+
+    Without access to the vocabulary, each byte counts as a token.
+
+    Args:
+        file: the model, for its vocabulary.
+        text: the file.
+        n_bytes: its size.
+        n_requested: number of chunks to calibrate with.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    n_context = context_length(file)
+    needed = 2 * n_context  # by llama-imatrix
+    if n_bytes < needed:
+        raise _too_short(text, f"{n_bytes:,} bytes", needed)
+    n_tokens = count_tokens(file.path, text, (n_requested + 1) * n_context)
+    if n_tokens is not None and n_tokens < needed:
+        raise _too_short(text, f"{n_tokens:,} tokens", needed)
+    return (n_bytes if n_tokens is None else n_tokens) // n_context
+
+
+def _too_short(text: Path, size: str, needed: int) -> UserError:
+    return UserError(f"{FLAG}: {text} has {size}, llama-imatrix needs {needed:,} tokens; pass a text of some 100 kB")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from .._base.console import Console
@@ -12,7 +11,6 @@ from .._base.units import GIB, MIB
 from .._calibration.calibration import CalibrationSetup, configure_calibration
 from .._calibration.cost import CalibrationCost
 from .._calibration.options import CalibrationOptions
-from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
 from .._formats.names import layer_number
 from .._native.programs import find_tool
@@ -45,9 +43,7 @@ def configure_propagation(
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
-    # the program runs the model itself, one layer at a time
-    options = replace(options, proxy_model=SOURCE)
-    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, console=Console())
+    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
     check_memory(setup, file, console)
     n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
     command = [program, "-m", file.path.absolute(), "-f", setup.text, "-c", setup.n_context, "-b", setup.n_context]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,29 +10,13 @@ from functools import cached_property
 import numpy as np
 
 from .._base.errors import UserError
+from .._base.products import add_product
 from .._formats.column_scales import ColumnScales
-from .._formats.hessians import TensorHessian, packed_size
+from .._formats.hessians import TensorHessian, pack_triangle
 from .._native.streams import FLAG, HINT, ChunkArrays, ProductGroup, dense_products
 
 # First positions, left out of the row statistics: all others attend to them, so they dominate the gradients.
 SINKS = 1
-PANEL = 256  # columns per thread; fixed, so that the bytes do not depend on the threads
-
-
-def add_product(jobs: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], pool: ThreadPoolExecutor) -> None:
-    """Add left^T right to total for each (total, left, right). If left is right, the product is symmetric: compute one half of it."""
-
-    def panel(job: tuple[np.ndarray, np.ndarray, np.ndarray, int]) -> None:
-        total, left, right, first = job
-        stop = first + PANEL
-        if left is not right:
-            total[first:stop] += left[:, first:stop].T @ right
-            return
-        product = left[:, first:stop].T @ right[:, first:]
-        total[first:stop, first:] += product
-        total[stop:, first:stop] += product[:, PANEL:].T
-
-    list(pool.map(panel, [(*job, first) for job in jobs for first in range(0, len(job[0]), PANEL)]))
 
 
 class RowSums:
@@ -124,9 +108,7 @@ class Sums:
     def hessian(self, where: str, kind: str) -> TensorHessian:
         """Return H for the encoders. where: its name in messages."""
         columns = self.group.columns
-        packed = np.empty((len(self.h), packed_size(columns, True)), np.float32)
-        for i in range(columns):
-            packed[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2] = self.h[:, i, : i + 1]
+        packed = np.stack([pack_triangle(h) for h in self.h])
         return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
