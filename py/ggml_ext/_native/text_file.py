@@ -1,4 +1,4 @@
-"""Calibration texts: their checks, their end, and the number of tokens in them."""
+"""Calibration texts: their checks, their end, and their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from .._base.errors import UserError
 from . import library as _lib
-from .process import run_logged
+from .process import describe_failure, run_captured, run_logged
+from .programs import require_tool
 
 FLAG = "--imatrix-from"
 PIECE = 1 << 20  # bytes per read
@@ -132,3 +133,12 @@ def _run_counter(library: Path, model: Path, text: Path, n_bytes: int) -> int | 
     code, log = run_logged([*map(str, command)], Path())
     match = re.search(r"^tokens (\d+)$", log, re.M)
     return int(match[1]) if match and code == 0 else None
+
+
+def read_tokens(model: Path, text: Path) -> list[int]:
+    """Return the tokens of a text as llama-perplexity reads it. UserError if llama-tokenize fails."""
+    command = [require_tool("llama-tokenize"), "-m", model, "-f", text, "--ids", "--no-parse-special"]
+    code, out, log = run_captured([*map(str, command)], Path())
+    if code or not (match := re.search(r"^\[([\d, ]*)\]$", out, re.M)):
+        raise UserError(describe_failure("llama-tokenize", code, log, f"for {model}"))
+    return [int(token) for token in match[1].split(",")]
