@@ -78,8 +78,8 @@ def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, t
     return run_perplexity("final estimate", parse_perplexity, model, n_ctx, threads, "-f", text, "--chunks", n_chunks, program=program)
 
 
-def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int) -> BaseLogits:
-    """Run the model on the text and write its log-probabilities to `out`, completely or not at all."""
+def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int, *args) -> BaseLogits:
+    """Run the model on the text and write its log-probabilities to `out`, completely or not at all. args: further options."""
     part = out.with_name(out.name + ".part")
 
     def has_header(_: str) -> bool | None:

@@ -18,7 +18,7 @@ import pytest
 
 from ggml_ext import evaluate as evaluator
 from ggml_ext._commands.evaluating import TEXT
-from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, Figure, chunk_sums, compare_paired, parse_score
+from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, Figure, chunk_sums, compare_paired, kld_sums, top_sums
 from ggml_ext._evaluation.labels import label_models
 from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._formats.gguf_file import GGUFFile
@@ -141,6 +141,19 @@ def test_tasks_are_scored(folder, tmp_path, write):
     assert any(error == pytest.approx(math.sqrt(value * (100 - value) / (n - 1)), abs=1e-6) for n in (11, 12))
     done = evaluate(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks")
     assert f"{kind}, %" in done.stdout and f"{value:.2f}" in done.stdout
+
+
+@pytest.mark.slow
+def test_answers_of_two_files_are_compared(folder, tmp_path):
+    write_hellaswag(tmp_path / "tasks", 12)
+    report = evaluate_json(folder / "q2.gguf", folder / "q4.gguf", "--hellaswag", tmp_path / "tasks", "--against", folder / "f16.gguf", *CHUNKS)
+    scores = {row["label"]: row["scores"]["hellaswag"][0] for row in (report["base"], *report["models"])}
+    assert [(pair["first"], pair["second"]) for pair in report["paired"]] == [("q2.gguf", "f16.gguf"), ("q4.gguf", "f16.gguf"), ("q4.gguf", "q2.gguf")]
+    for pair in report["paired"]:
+        assert pair["scores"]["hellaswag"][0] == pytest.approx(scores[pair["first"]] - scores[pair["second"]], abs=1e-6)
+    assert ["ln_ratio" in pair for pair in report["paired"]] == [False, False, True]
+    top = [model["statistics"][SAME_TOP][0] for model in report["models"]]
+    assert report["paired"][2]["top_1"][0] == pytest.approx(top[1] - top[0], abs=2e-3)
 
 
 @pytest.mark.slow
@@ -272,7 +285,8 @@ def test_cumulative_means_become_sums():
     """Covers both kinds of logs."""
     assert chunk_sums("x\n[1]2.0000,[2]4.0000,\n") == pytest.approx([math.log(2), 2 * math.log(4)])
     log = "".join(f"{n:4d}       5.0000 ±    0.1000       {0.01 * n:8.5f} ±    0.00100       0.00500 ±    0.00010     1.000 ±  0.100 %    90.000 ±  0.500 %\n" for n in (1, 2, 3))
-    assert chunk_sums(log) == pytest.approx([0.01, 0.04, 0.09])
+    assert chunk_sums(log) == pytest.approx([0.01, 0.04, 0.09]) and kld_sums(log) == pytest.approx([0.005, 0.01, 0.015])
+    assert top_sums(log) == pytest.approx([90, 180, 270])
 
 
 def test_paired_differences_cancel_common_noise():
@@ -287,11 +301,6 @@ def test_labels_are_short_and_distinct():
     assert label_models([Path("a/x.gguf"), Path("b/y.gguf")]) == ["x.gguf", "y.gguf"]
     assert label_models([Path("/m/a/x.gguf"), Path("/m/b/x.gguf")]) == ["a/x.gguf", "b/x.gguf"]
     assert label_models([Path("x.gguf"), Path("x.gguf")]) == ["x.gguf", "x.gguf"]
-
-
-def test_scores_are_parsed():
-    assert parse_score("1\t100.00000000%\t[20.6543%, 100.0000%]\n2\t50.00000000%\t[9.4531%, 90.5469%]\n") == (50.0, 50.0)
-    assert parse_score("nothing") is None
 
 
 def test_default_text_is_installed():

@@ -17,7 +17,7 @@ from helpers.commands import quantize, tool
 from helpers.models import MODEL, write_gguf
 
 fresh = choosing.fresh
-LOG = "   1  9.0 ± 1.0  0.1 ± 0.1  {0} ± 0.1  0.1 ± 0.1 %\n   2  9.0 ± 1.0  0.1 ± 0.1  {0} ± 0.1  0.1 ± 0.1 %\n"
+LOG = "   1  9.0 ± 1.0  0.1 ± 0.1  {0} ± 0.1  0.1 ± 0.1 %  90.0 ± 0.1 %\n   2  9.0 ± 1.0  0.1 ± 0.1  {0} ± 0.1  0.1 ± 0.1 %  90.0 ± 0.1 %\n"
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from .._base.package import PACKAGE_DIR
 from .._base.text import format_duration
 from .._base.threads import check_threads, threads_option
 from .._base.units import MIB
-from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, compare_paired, kld_sums
+from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, kld_sums, mean_over_samples, top_sums
 from .._evaluation.labels import disk_bytes, label_models, model_bpw
 from .._evaluation.logits import BaseLogits, LogitsRecord, record_path
+from .._evaluation.needle import N_NEEDLES, NeedleScores, NeedleTexts, list_letters, write_needle_texts
 from .._evaluation.perplexity import PerplexityRunner, require_finite
-from .._evaluation.positions import kld_by_position, mean_over_chunks, position_ranges
+from .._evaluation.positions import kld_by_position, position_ranges
+from .._evaluation.samples import Samples
 from .._formats.cache_names import logits_cache_name
 from .._formats.context import N_CONTEXT, context_length, position_limit
 from .._formats.gguf_file import GGUFFile, header_bytes
@@ -31,7 +34,7 @@ from .._formats.language_model import describe_other_model
 from .._formats.split import open_model
 from .._native.devices import DeviceOptions
 from .._native.programs import require_tool
-from .._native.text_file import check_text, count_tokens
+from .._native.text_file import check_text, count_tokens, read_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
 from .recording import make_recorded_quality
@@ -69,6 +72,9 @@ class EvaluateOptions:
     positions: int | None = option(
         None, metavar="N", minimum=1, help="show the KL divergence in N ranges of the scored positions too, which runs each MODEL twice; needs --against"
     )
+    needle: int | None = option(
+        None, metavar="N", minimum=2, help=f"hide {N_NEEDLES} facts at different depths in each of N texts of --ctx-size tokens, and score their retrieval"
+    )
     write: bool = option(False, help="record the figures in the metadata of each MODEL, for inspect and model cards; needs --against")
     picture: Path | None = option(None, metavar="FILE", help="draw KL divergence or perplexity over size into this .svg or .png file")
     force: bool = option(False, help="replace the file of --picture if it exists")
@@ -81,8 +87,9 @@ class EvaluateOptions:
         return {kind: path for kind, path in paths.items() if path is not None}
 
     def scores_text(self) -> bool:
-        """Whether a text is scored, that is, unless only tasks are requested."""
-        return not self.task_files() or any(path is not None for path in (self.against, self.file, self.base_logits))
+        """Whether a text is scored, that is, unless only tasks or needles are requested."""
+        given = (self.against, self.base_logits) if self.needle else (self.against, self.file, self.base_logits)
+        return not (self.task_files() or self.needle) or any(path is not None for path in given)
 
     def check(self) -> int:
         """Return the number of threads. Raise UserError for options that do not go together."""
@@ -193,40 +200,39 @@ class _Runs:
         )
 
     def all(self) -> Evaluation:
-        base_row: Quality | None = None
+        options, base, text, logits = self._options, None, None, None
         rows: list[Quality] = []
-        sums: dict[str, list[float]] = {}
-        klds: dict[str, list[float]] = {}
-        by_position: dict[str, np.ndarray] = {}
-        text, logits = None, None
-        options = self._options
+        samples: dict[str, Samples] = {}
+        base_row: Quality | None = None
         if self._base is not None and options.against is not None:
-            base_row = describe(self._base, options.against, self._names[0])
+            base, base_row = self._base, describe(self._base, options.against, self._names[0])
         if options.scores_text():
             text, logits = self._prepare()
+        needles = self._write_needles() if options.needle else None
         for file, path, label in zip(self._models, options.models, self._names[-len(self._models):], strict=True):
-            row = describe(file, path, label)
+            row, sample = describe(file, path, label), Samples()
             if options.scores_text():
                 statistics, log = self._score(file, text, logits)
-                sums[label], klds[label] = chunk_sums(log), kld_sums(log)
-                by_position[label] = self._measure_positions(file, text, logits)
-                row = replace(row, statistics=dict(statistics), positions=mean_over_chunks(by_position[label]))
+                sample = Samples(chunk_sums(log), kld_sums(log), top_sums(log), self._measure_positions(file, text, logits))
+                row = replace(row, statistics=dict(statistics), positions=mean_over_samples(sample.positions))
                 self._record(file, statistics, log, text, logits)
                 if base_row is not None and BASE_PPL in statistics:
                     base_row = replace(base_row, statistics={PPL: statistics[BASE_PPL]})
-            rows.append(replace(row, scores=self._tasks(file)))
+            samples[label] = sample = replace(sample, answers=self._answers(file), needles=self._score_needles(file, needles))
+            rows.append(replace(row, scores=sample.scores(), needles=sample.needles))
             self._console.event("model", rows[-1].record())
-        if base_row is not None and self._base is not None:
-            base_row = replace(base_row, scores=self._tasks(self._base))
-        first = self._names[-len(self._models)]
-        pairs = [
-            Pair(label, first, pair, compare_paired(klds[label], klds[first]), mean_over_chunks(by_position[label] - by_position[first]))
-            for label in list(sums)[1:] if (pair := compare_paired(sums[label], sums[first]))
-        ]
+        labels, references = list(samples), []
+        if base is not None and base_row is not None and (options.task_files() or needles):
+            if base_row.label not in samples:
+                samples[base_row.label] = Samples(answers=self._answers(base), needles=self._score_needles(base, needles))
+            sample = samples[base_row.label]
+            base_row = replace(base_row, scores=sample.scores(), needles=sample.needles)
+            references.append(base_row.label)
+        compared = dict.fromkeys((label, other) for other in (*references, labels[0]) for label in labels if label != other)
         scored = logits or text
         return Evaluation(
-            text={} if text is None else text.record(), n_ctx=scored.n_ctx if scored else 0, n_chunks=scored.n_chunks if scored else 0,
-            base=base_row, models=rows, pairs=pairs, ranges=self._ranges,
+            text={} if text is None else text.record(), n_ctx=scored.n_ctx if scored else needles.n_ctx if needles else 0, n_chunks=scored.n_chunks if scored else 0,
+            base=base_row, models=rows, pairs=[Pair.compare(*pair, samples) for pair in compared], ranges=self._ranges,
         )
 
     def _measure_positions(self, file: GGUFFile, text: ScoredText | None, logits: BaseLogits | None) -> np.ndarray:
@@ -352,10 +358,43 @@ class _Runs:
         figure, log = self._runner.perplexity(file.path, text.path, text.n_chunks)
         return require_finite(file.path, {PPL: figure}), log
 
-    def _tasks(self, file: GGUFFile) -> dict[str, Figure]:
+    def _answers(self, file: GGUFFile) -> dict[str, np.ndarray]:
         return {
             kind: self._runner.score(file.path, kind, path, self._options.tasks) for kind, path in self._options.task_files().items()
         }
+
+    def _write_needles(self) -> NeedleTexts:
+        """Hide needles in the text. UserError if it is too short, or the context."""
+        path, model = self._options.file or TEXT, self._models[0]
+        check_text(path, "-f")
+        letters = list_letters(model)
+
+        def tokenize(text: str) -> list[str]:
+            with self._needle_directory() as directory:
+                (directory / "text").write_text(text, encoding="utf-8", newline="\n")
+                return [letters[token] for token in read_tokens(model.path, directory / "text")]
+
+        return write_needle_texts(path.read_text(encoding="utf-8"), self._runner.n_ctx, self._options.needle or 0, tokenize)
+
+    def _score_needles(self, file: GGUFFile, needles: NeedleTexts | None) -> NeedleScores | None:
+        """Run a model on the texts with needles. The logits need as much space as those of another text."""
+        if needles is None:
+            return None
+        n_texts, letters = len(needles.answers), list_letters(file)
+        with self._needle_directory() as directory:
+            text, out = directory / "text", directory / "logits.bin"
+            n_bytes = BaseLogits(out, needles.n_ctx, len(letters), n_texts).n_bytes()
+            hint = "put --base-logits on another disk, or pass a smaller --needle or --ctx-size"
+            check_free_space(directory, n_bytes, f"--needle: the logits of {file.path}", "", hint)
+            text.write_text(needles.text, encoding="utf-8", newline="\n")
+            figure, _ = self._runner.save_logits(file.path, text, n_texts, out)
+            require_finite(file.path, {PPL: figure})
+            return needles.score(BaseLogits.read(out), letters)
+
+    def _needle_directory(self) -> AbstractContextManager[Path]:
+        """Return a temporary directory next to the logits of the base, or to the first model."""
+        logits = self._options.base_logits
+        return temporary_directory((logits or (self._base or self._models[0]).path).parent, TEMPORARY, self._console.note)
 
     def _note_estimate(self, seconds: float) -> None:
         """Print an estimate after the first run; prompt processing takes about as long in each type."""

@@ -93,6 +93,7 @@ class EvaluateKeywords(TypedDict, total=False):
     multiple_choice: AnyPath | None
     tasks: int | None
     positions: int | None
+    needle: int | None
     write: bool
     picture: AnyPath | None
     force: bool

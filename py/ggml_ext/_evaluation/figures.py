@@ -23,7 +23,8 @@ KLD_99 = "99.0% KLD"
 # kind of task -> llama-perplexity's option for its file
 TASKS = {"hellaswag": "-f", "winogrande": "-f", "multiple-choice": "-bf"}
 CHUNK_OF_PPL = re.compile(r"\[(\d+)\]([-\w.]+),")
-CHUNK_OF_KLD = re.compile(r"^ *(\d+) +\S+ ± +\S+ +(\S+) ± +\S+ +(\S+) ±", re.M)
+# chunks so far, ln(PPL / PPL of the base), KL divergence, percent of equal tokens
+CHUNK_OF_KLD = re.compile(r"^ *(\d+) +\S+ ± +\S+ +(\S+) ± +\S+ +(\S+) ± +\S+ +\S+ ± +\S+ % +(\S+) ±", re.M)
 TASK = re.compile(r"^(\d+)\t *([\d.]+)", re.M)  # tasks so far, percent of right answers
 
 
@@ -41,13 +42,13 @@ def parse_perplexity(log: str) -> Figure | None:
     return Figure(float(match[1]), float(match[2])) if match else None
 
 
-def parse_score(log: str) -> Figure | None:
-    """Return the percent of right answers after the last task, with the standard error of a share, which the program does not always
-    print."""
-    if not (lines := TASK.findall(log)):
-        return None
-    n, percent = int(lines[-1][0]), float(lines[-1][1])
-    return Figure(percent, math.sqrt(percent * (100 - percent) / max(n - 1, 1)))
+def parse_answers(log: str) -> np.ndarray | None:
+    """Return 100 for each right answer and 0 for each wrong one, float64 (n_tasks, 1); None without answers.
+
+    The log has the percentage of the tasks so far, with four decimals or more.
+    """
+    n_right = [round(int(n) * float(percent) / 100) for n, percent in TASK.findall(log)]
+    return 100.0 * np.diff(n_right, prepend=0)[:, None] if n_right else None
 
 
 def count_finished(log: str) -> int:
@@ -61,22 +62,33 @@ def chunk_sums(log: str) -> list[float]:
     The log has means over the chunks so far, with four decimals of the perplexity and five of the logarithm.
     """
     if lines := CHUNK_OF_KLD.findall(log):
-        return [int(n) * float(mean) for n, mean, _ in lines]
+        return [int(n) * float(mean) for n, mean, _, _ in lines]
     return [int(n) * math.log(float(mean)) for n, mean in CHUNK_OF_PPL.findall(log)]
 
 
 def kld_sums(log: str) -> list[float]:
     """Return the cumulative sums of the KL divergence over chunks; none without a base. The log has means with five decimals."""
-    return [int(n) * float(mean) for n, _, mean in CHUNK_OF_KLD.findall(log)]
+    return [int(n) * float(mean) for n, _, mean, _ in CHUNK_OF_KLD.findall(log)]
+
+
+def top_sums(log: str) -> list[float]:
+    """Return the cumulative sums of the top-1 agreement in percent over chunks; none without a base. The log has means with three decimals."""
+    return [int(n) * float(mean) for n, _, _, mean in CHUNK_OF_KLD.findall(log)]
 
 
 def compare_paired(first: Sequence[float], second: Sequence[float]) -> Figure | None:
-    """Return the mean difference, ln(PPL first / PPL second) or that of the KL divergence, from the sums of two runs on the same chunks.
+    """Return the mean difference, such as ln(PPL first / PPL second), from the sums of two runs on the same chunks.
 
     The standard error is that of the differences per chunk, in which the difficulty of a chunk cancels. Rounding in the logs adds up to
     1e-5 times the chunk's number to a difference, which only increases the error. None for fewer than two or different numbers of chunks.
     """
     if len(first) != len(second) or len(first) < 2:
         return None
-    differences = np.diff(np.subtract(first, second), prepend=0.0)
-    return Figure(float(differences.mean()), float(differences.std(ddof=1) / math.sqrt(len(differences))))
+    return mean_over_samples(np.diff(np.subtract(first, second), prepend=0.0)[:, None])[0]
+
+
+def mean_over_samples(values: np.ndarray) -> list[Figure]:
+    """Return mean and standard error of each column. values: independent samples such as chunks, (n_samples, n_columns); one alone has no error."""
+    n = len(values)
+    errors = values.std(0, ddof=1) / math.sqrt(n) if n > 1 else np.zeros(values.shape[1])
+    return [Figure(float(mean), float(error)) for mean, error in zip(values.mean(0), errors, strict=True)]

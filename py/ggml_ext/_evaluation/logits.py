@@ -58,6 +58,10 @@ class BaseLogits:
         """Return the size of a complete file."""
         return self.HEADER.size + 4 * self.n_chunks * self.n_ctx + 2 * self.n_scored * self._row_values
 
+    def read_tokens(self) -> np.ndarray:
+        """Return the tokens of the text: int32 (n_chunks, n_ctx)."""
+        return np.fromfile(self.path, "<i4", self.n_chunks * self.n_ctx, offset=self.HEADER.size).reshape(self.n_chunks, self.n_ctx)
+
     def read_chunk(self, chunk: int) -> np.ndarray:
         """Map the logits of a chunk: uint16 (scored tokens, values of a row). UserError if the file cannot be mapped."""
         n_rows = self.n_scored // self.n_chunks
@@ -66,6 +70,12 @@ class BaseLogits:
             return np.memmap(self.path, "<u2", "r", start, (n_rows, self._row_values))
         except OSError as e:
             raise UserError(mapping_error(self.path, e)) from e
+
+
+def to_log_probabilities(rows: np.ndarray, n_vocab: int) -> np.ndarray:
+    """Decode rows of read_chunk(), which begin with two floats: the step and the smallest value."""
+    step, least = np.ascontiguousarray(rows[:, :4]).view("<f4").T
+    return rows[:, 4 : 4 + n_vocab].astype(np.float32) * step[:, None] + least[:, None]
 
 
 @dataclass(frozen=True)

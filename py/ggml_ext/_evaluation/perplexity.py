@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from .._base.console import Console
 from .._base.errors import UserError
 from .._native.process import describe_failure, last_error, run_logged
-from .figures import TASKS, Figure, count_finished, parse_perplexity, parse_score, parse_statistics
+from .figures import TASKS, Figure, count_finished, parse_answers, parse_perplexity, parse_statistics
 from .logits import BaseLogits
 
 Parsed = TypeVar("Parsed")
@@ -63,14 +65,15 @@ class PerplexityRunner:
         log = self._run(model.name, model, base.n_chunks, "chunk", ["--kl-divergence", "--kl-divergence-base", base.path])
         return require_finite(model, self._parse(model, "statistics", parse_statistics, log)), log
 
-    def score(self, model: Path, kind: str, tasks: Path, n_tasks: int | None) -> Figure:
-        """Measure the percent of right answers. kind: key of TASKS. n_tasks: None for llama-perplexity's default."""
+    def score(self, model: Path, kind: str, tasks: Path, n_tasks: int | None) -> np.ndarray:
+        """Answer tasks; returns 100 for each right answer and 0 for each wrong one, (n_tasks, 1). kind: key of TASKS. n_tasks: None for
+        llama-perplexity's default."""
         number = [] if n_tasks is None else [f"--{kind}-tasks", n_tasks]
         parallel = ["-np", MAX_ANSWERS] if kind == "multiple-choice" else []
         title, n_ctx = f"{kind} of {model.name}", max(self.n_ctx, MIN_TASK_CONTEXT)
         flags = [f"--{kind}", TASKS[kind], tasks, *number, *parallel]
         log = self._run(title, model, n_tasks or 0, "task", flags, n_ctx=n_ctx)
-        return self._parse(model, "score", parse_score, log)
+        return self._parse(model, "score", parse_answers, log)
 
     def _run(self, title: str, model: Path, total: int, unit: str, flags: Sequence[object], n_ctx: int | None = None) -> str:
         """Run the program with a progress bar; returns its log."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .._base.errors import UserError
-from .figures import Figure
-from .logits import BaseLogits
+from .logits import BaseLogits, to_log_probabilities
 
 ROWS = 64  # positions per read: 32 MiB of numbers for a vocabulary of 128,000
 LEAST_LOG = -16.0  # llama-perplexity leaves out tokens that the base thinks less probable
@@ -37,18 +36,6 @@ def _token_klds(base: np.ndarray, other: np.ndarray, n_vocab: int) -> np.ndarray
     """Return the KL divergence of each row of a chunk: float64 (n_scored,)."""
     klds = []
     for start in range(0, len(base), ROWS):
-        p_log, q_log = (_to_log_probabilities(rows[start : start + ROWS], n_vocab) for rows in (base, other))
+        p_log, q_log = (to_log_probabilities(rows[start : start + ROWS], n_vocab) for rows in (base, other))
         klds.append(np.where(p_log > LEAST_LOG, np.exp(p_log) * (p_log - q_log), 0).sum(1, dtype=np.float64))
     return np.concatenate(klds)
-
-
-def _to_log_probabilities(rows: np.ndarray, n_vocab: int) -> np.ndarray:
-    """Decode rows of logits, uint16 (n, 4 + n_vocab), which begin with two floats: the step and the smallest value."""
-    step, least = np.ascontiguousarray(rows[:, :4]).view("<f4").T
-    return rows[:, 4 : 4 + n_vocab].astype(np.float32) * step[:, None] + least[:, None]
-
-
-def mean_over_chunks(values: np.ndarray) -> list[Figure]:
-    """Return mean and standard error of each column, with chunks as independent samples. values: (n_chunks, n_ranges)."""
-    errors = values.std(0, ddof=1) / np.sqrt(len(values))
-    return [Figure(float(mean), float(error)) for mean, error in zip(values.mean(0), errors, strict=True)]

@@ -1,4 +1,4 @@
-"""Calibration texts: their checks, their end, and the number of tokens in them."""
+"""Calibration texts: their checks, their end, and their tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .._base.errors import UserError
 from .._formats.context import context_length
 from .._formats.gguf_file import GGUFFile
 from . import library as _lib
-from .process import run_logged
+from .process import describe_failure, run_captured, run_logged
+from .programs import require_tool
 
 FLAG = "--imatrix-from"
 PIECE = 1 << 20  # bytes per read
@@ -162,3 +163,12 @@ def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_requested: int) -> 
 
 def _too_short(text: Path, size: str, needed: int) -> UserError:
     return UserError(f"{FLAG}: {text} has {size}, llama-imatrix needs {needed:,} tokens; pass a text of some 100 kB")
+
+
+def read_tokens(model: Path, text: Path) -> list[int]:
+    """Return the tokens of a text as llama-perplexity reads it. UserError if llama-tokenize fails."""
+    command = [require_tool("llama-tokenize"), "-m", model, "-f", text, "--ids", "--no-parse-special"]
+    code, out, log = run_captured([*map(str, command)], Path())
+    if code or not (match := re.search(r"^\[([\d, ]*)\]$", out, re.M)):
+        raise UserError(describe_failure("llama-tokenize", code, log, f"for {model}"))
+    return [int(token) for token in match[1].split(",")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from .._base.encoding import to_utf8
 from .._base.package import __version__
 from .._base.text import format_table
 from .._base.units import MIB
-from .._evaluation.figures import KLD, PPL, SAME_TOP, Figure
+from .._evaluation.figures import KLD, PPL, SAME_TOP, Figure, compare_paired, mean_over_samples
+from .._evaluation.needle import N_DEPTHS, NeedleScores
+from .._evaluation.samples import Samples
 from .picture import quiet_matplotlib, save_picture
 
 WIDEST = 70  # columns of a table besides the model's name
@@ -26,6 +28,7 @@ class Quality:
         statistics: by llama-perplexity's names; without a base only the perplexity, with tasks alone nothing.
         scores: percentage of right answers by kind of task.
         positions: KL divergence in each range of positions; none without --positions.
+        needles: scores of the needles; None without --needle.
     """
 
     path: Path
@@ -36,6 +39,7 @@ class Quality:
     statistics: dict[str, Figure] = field(default_factory=dict)
     scores: dict[str, Figure] = field(default_factory=dict)
     positions: Sequence[Figure] = ()
+    needles: NeedleScores | None = None
 
     def record(self) -> dict:
         return {
@@ -43,36 +47,75 @@ class Quality:
             "statistics": {name: list(figure) for name, figure in self.statistics.items()},
             "scores": {kind: list(figure) for kind, figure in self.scores.items()},
             **({"positions": list(map(list, self.positions))} if self.positions else {}),
+            **({"needles": self.needles.record()} if self.needles else {}),
         }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The paired differences of two models on the same chunks: ln(PPL first / PPL second), that of the KL divergence, None without a base, and
-    that of the KL divergence in each range of positions."""
+    """The paired differences of two models on the same chunks, tasks and texts. Fields are None or empty where there is nothing to compare.
+
+    Attributes:
+        ln_ratio: ln(PPL first / PPL second).
+        kld, top: difference of the KL divergence, and of the top-1 agreement in percentage points.
+        positions: difference of the KL divergence in each range of positions.
+        scores: difference of right answers by kind of task, in percentage points.
+        needles: difference of the scores of each needle.
+    """
 
     first: str
     second: str
-    ln_ratio: Figure
-    kld: Figure | None = None
-    positions: Sequence[Figure] = ()
+    ln_ratio: Figure | None
+    kld: Figure | None
+    top: Figure | None
+    positions: Sequence[Figure]
+    scores: Mapping[str, Figure]
+    needles: NeedleScores | None
+
+    @classmethod
+    def compare(cls, first: str, second: str, samples: Mapping[str, Samples]) -> Pair:
+        """Compare two models by their labels."""
+        a, b = samples[first], samples[second]
+        difference = a.minus(b)
+        return cls(
+            first, second, compare_paired(a.ppl_sums, b.ppl_sums), compare_paired(a.kld_sums, b.kld_sums), compare_paired(a.top_sums, b.top_sums),
+            mean_over_samples(difference.positions), difference.scores(), difference.needles,
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.first} against {self.second}"
 
     def lines(self) -> list[str]:
-        named = [("ln(PPL ratio)", "perplexity", self.ln_ratio), ("KL divergence", "KL divergence", self.kld)]
-        return [f"{self.first} against {self.second}: {_difference(title, what, figure)}" for title, what, figure in named if figure]
+        """Return a line for each figure that was measured."""
+        answers = "fewer right answers", "more right answers"
+        right, log_p = self.needles.totals() if self.needles else (None, None)
+        named: list[tuple[str, Figure | None, int, tuple[str, str]]] = [
+            ("ln(PPL ratio)", self.ln_ratio, 5, ("lower perplexity", "higher perplexity")),
+            ("KL divergence", self.kld, 5, ("lower KL divergence", "higher KL divergence")),
+            ("top-1 agreement, %", self.top, 2, ("lower agreement", "higher agreement")),
+            *((f"{kind}, %", figure, 2, answers) for kind, figure in self.scores.items()),
+            ("needles, %", right, 2, answers),
+            ("needles, ln p(answer)", log_p, 4, ("less probable answers", "more probable answers")),
+        ]
+        return [f"{self.name}: {title} {_difference(figure, digits, verdicts)}" for title, figure, digits, verdicts in named if figure]
 
     def record(self) -> dict:
+        figures = {"ln_ratio": self.ln_ratio, "kl_divergence": self.kld, "top_1": self.top}
         return {
-            "first": self.first, "second": self.second, "ln_ratio": list(self.ln_ratio), **({"kl_divergence": list(self.kld)} if self.kld else {}),
+            "first": self.first, "second": self.second, **{name: list(figure) for name, figure in figures.items() if figure},
             **({"positions": list(map(list, self.positions))} if self.positions else {}),
+            **({"scores": {kind: list(figure) for kind, figure in self.scores.items()}} if self.scores else {}),
+            **({"needles": self.needles.record()} if self.needles else {}),
         }
 
 
-def _difference(title: str, what: str, figure: Figure) -> str:
+def _difference(figure: Figure, digits: int, verdicts: tuple[str, str]) -> str:
+    """Format a difference with its verdict. verdicts: for significantly smaller and larger values."""
     value, error = figure.value, figure.error or 0.0
-    verdict = "not significant" if abs(value) < 2 * error else f"lower {what}" if value < 0 else f"higher {what}"
     in_errors = f", {abs(value) / error:.1f} standard errors" if error else ""
-    return f"{title} {value:+.5f} +- {error:.5f}{in_errors}: {verdict}"
+    verdict = "equal" if not value else "not significant" if abs(value) < 2 * error else verdicts[value > 0]
+    return f"{value:+.{digits}f} +- {error:.{digits}f}{in_errors}: {verdict}"
 
 
 @dataclass(frozen=True)
@@ -103,15 +146,28 @@ class Evaluation:
             lines += format_table("model", heading, [(r.label, " ".join(_score(r.scores.get(kind)) for kind in kinds)) for r in rows], width)
         if self.ranges:
             lines += self._position_table(width)
+        if any(row.needles for row in rows):
+            lines += self._needle_tables(rows)
         return [*lines, *([""] if self.pairs else []), *(line for pair in self.pairs for line in pair.lines())]
 
     def _position_table(self, width: int) -> list[str]:
         """Tabulate the KL divergence by position, and its differences from the first model's: a line per range, or names would not fit."""
-        named = [(row.label, row.positions) for row in self.models] + [(f"{p.first} against {p.second}", p.positions) for p in self.pairs]
+        named = [(row.label, row.positions) for row in self.models] + [(p.name, p.positions) for p in self.pairs if p.positions]
         lines = []
         for label, figures in named:
             rows = [(f"{start}-{end - 1}", _figure(figure, 22, 5)) for (start, end), figure in zip(self.ranges, figures, strict=True)]
             lines += format_table(f"positions, {label}", f"{'KL divergence':>22}", rows, width)
+        return lines
+
+    def _needle_tables(self, rows: Sequence[Quality]) -> list[str]:
+        """Tabulate the needles by depth, and their differences."""
+        named = [(r.label, r.needles) for r in rows if r.needles] + [(p.name, p.needles) for p in self.pairs if p.needles]
+        depths = [f"{100 * i // N_DEPTHS}-{100 * (i + 1) // N_DEPTHS} % deep" for i in range(N_DEPTHS)]
+        heading = " ".join(f"{word:>15}" for word in ("all", *depths))
+        lines = []
+        for k, (title, digits) in enumerate((("needles: right answers, %", 1), ("needles: ln p(answer)", 3))):
+            table = [(name, " ".join(_figure(f, 15, digits) for f in (needles.totals()[k], *needles.by_depth()[k]))) for name, needles in named]
+            lines += format_table(title, heading, table, max(len(name) for name, _ in [(title, ""), *table]) + 2 + len(heading))
         return lines
 
     def record(self) -> dict:
