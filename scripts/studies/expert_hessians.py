@@ -4,9 +4,9 @@
     expert_hessians.py [-m MODEL] [-f CALIBRATION_TEXT] [--test-text TEXT] [--types itq2_t,itq3_t] [--layers 1,4,6] [--chunks 100] [-t N]
 
 A dense model serves as a mixture of experts: a random router in the principal components of a layer's inputs sends each token to 2 of 16
-experts, all of which have the layer's ffn_gate and ffn_down. Each expert is encoded with the Hessian of its first 1, 10, 100, 1,000 tokens of the
-calibration text, or of the mixtures named above. Other experts have their share of the tokens: an expert with the mean number of tokens has
-one sixteenth of them. Print the error under the Hessian of the same expert's tokens of another text, relative to that of a Hessian of
+experts, all of which have the layer's ffn_gate and ffn_down. Each expert is encoded with the Hessian of its first 1 to 4,000 tokens of the
+calibration text, or with a mixture: "blend k" counts the layer's mean as k tokens per column, and shrinks the sum as much as one of all tokens of
+the layer; "shrunk k" shrinks it as much as one of these tokens; "group" sums the 4 experts with the most similar routers, "layer" all. Print the error under the Hessian of the same expert's tokens of another text, relative to that of a Hessian of
 the identity, as a geometric mean over layers and experts.
 """
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from ggml_ext._base.threads import usable_cores
 from ggml_ext._calibration import by_layer, calibration
 from ggml_ext._console.cli import run_script
 from ggml_ext._encode.codec import Codec
-from ggml_ext._encode.tensor_calibration import PerExpert, TensorCalibration
+from ggml_ext._encode.tensor_calibration import TensorCalibration
 from ggml_ext._formats.gguf_file import GGUFFile, Tensor
 from ggml_ext._formats.hessians import TensorHessian, pack_triangle
 from ggml_ext._native import library
@@ -38,32 +37,10 @@ N_CODED = 4  # experts that are encoded
 ROWS = 256  # of each matrix
 TOKENS = (1, 10, 100, 1000, 4000)
 GROUP = 4  # experts that share a Hessian
-STRENGTHS = (1, 4, 16)  # of blends: the tokens that the mean counts for, per column
-KINDS = ("own", *(f"blend {k}" for k in STRENGTHS), "group", "layer")
+STRENGTHS = (1, 4)  # of blends: the tokens that the mean counts for, per column
+KINDS = ("own", *(f"blend {k}" for k in STRENGTHS), *(f"shrunk {k}" for k in STRENGTHS), "group", "layer")
 
 Key = tuple[str, int, str]  # type, tokens, and kind of Hessian with the name of the matrix
-
-
-@dataclass(frozen=True)
-class Own(TensorHessian):
-    """A Hessian that is never blended."""
-
-    def is_blended(self, expert: int) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class Blended(TensorHessian):
-    """A Hessian that is always blended with the mean over all experts, which counts for `strength` tokens per column."""
-
-    strength: float = 1
-
-    def is_blended(self, expert: int) -> bool:
-        return True
-
-    def _blended_triangles(self, expert: int) -> np.ndarray:
-        rest = np.float32(self.strength * self.width)
-        return (self.stored[expert] + rest * self._mean()) / (self.counts[expert] + rest)
 
 
 def read_inputs(args: argparse.Namespace, text: Path, layers: list[int]) -> dict[str, np.ndarray]:
@@ -92,39 +69,37 @@ def route(x: np.ndarray, router: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero((used == e).any(axis=1)) for e in range(N_EXPERTS)]
 
 
-def encode(codec: Codec, tensor: Tensor, weights: np.ndarray, qtype: GGMLQuantizationType, hessian: TensorHessian, expert: int) -> np.ndarray:
-    """Return the stored weights, encoded under the Hessian of an expert."""
-    with_hessian = TensorCalibration.from_hessian(None, hessian)
-    metric = codec.metric(tensor, qtype, with_hessian, expert, lambda _: None)
-    calibrated = TensorCalibration(metrics=PerExpert(lambda _: metric))
-    return codec.decode(codec.encode(weights, qtype, None, None, calibrated.metric(0)), qtype, tensor.ne[0])
+def encode(codec: Codec, tensor: Tensor, weights: np.ndarray, qtype: GGMLQuantizationType, hessian: TensorHessian) -> np.ndarray:
+    """Return the stored weights, encoded under a Hessian."""
+    metric = codec.metric(tensor, qtype, TensorCalibration.from_hessian(None, hessian), 0, lambda _: None)
+    return codec.decode(codec.encode(weights, qtype, None, None, metric), qtype, tensor.ne[0])
 
 
-def make_hessians(x: np.ndarray, tokens: list[np.ndarray], router: np.ndarray, expert: int, n: int) -> dict[str, tuple[TensorHessian, int]]:
-    """Return the candidates of an expert that saw n tokens, and the index of its matrix. The layer saw as many as that is its share of."""
+def make_hessian(mean: np.ndarray, n_tokens: float) -> TensorHessian:
+    """Return a Hessian from its packed triangle, float32 (n_values,). n_tokens: which decide how much it is shrunk."""
+    n_columns = int((2 * len(mean)) ** 0.5)
+    return TensorHessian("", "full", n_columns, np.float32([n_tokens]), np.float32(n_tokens) * mean[None], True)
+
+
+def make_hessians(x: np.ndarray, tokens: list[np.ndarray], router: np.ndarray, expert: int, n: int) -> dict[str, TensorHessian]:
+    """Return the candidates for an expert that saw n tokens. The layer saw as many as that is its share of."""
     share = n / len(tokens[expert])
     seen = [t[: n if e == expert else max(1, round(share * len(t)))] for e, t in enumerate(tokens)]
-    sums = np.stack([pack_triangle(x[t].T @ x[t]) for t in seen])
-    counts = np.float32([len(t) for t in seen])
+    sums, counts, columns = np.stack([pack_triangle(x[t].T @ x[t]) for t in seen]), np.float32([len(t) for t in seen]), x.shape[1]
+    total, n_all = sums.sum(axis=0), counts.sum()
     near = np.argsort(-(router @ router[expert]) / np.linalg.norm(router, axis=1))[:GROUP]
-
-    def shared(experts: np.ndarray) -> tuple[TensorHessian, int]:
-        total, count = sums[experts].sum(axis=0, keepdims=True), counts[experts].sum(keepdims=True)
-        return Own("", "full", x.shape[1], count, total, True), 0
-
-    return {
-        "own": (Own("", "full", x.shape[1], counts, sums, True), expert),
-        **{f"blend {k}": (Blended("", "full", x.shape[1], counts, sums, True, strength=k), expert) for k in STRENGTHS},
-        "group": shared(near),
-        "layer": shared(np.arange(N_EXPERTS)),
-    }
+    out = {"own": make_hessian(sums[expert] / n, n)}
+    for k in STRENGTHS:
+        blend = (sums[expert] + k * columns * total / n_all) / (n + k * columns)
+        out |= {f"blend {k}": make_hessian(blend, n_all), f"shrunk {k}": make_hessian(blend, min(n + k * columns, n_all))}
+    return out | {"group": make_hessian(sums[near].sum(axis=0) / counts[near].sum(), counts[near].sum()), "layer": make_hessian(total / n_all, n_all)}
 
 
-def measure_matrix(codec: Codec, tensor: Tensor, weights: np.ndarray, test: np.ndarray, jobs: dict[Key, tuple[TensorHessian, int]], pool: ThreadPoolExecutor) -> dict[Key, float]:
+def measure_matrix(codec: Codec, tensor: Tensor, weights: np.ndarray, test: np.ndarray, jobs: dict[Key, TensorHessian], pool: ThreadPoolExecutor) -> dict[Key, float]:
     """Return the error of the weights, float32 (rows, columns), encoded with each Hessian, on the inputs `test`, float32 (tokens, columns)."""
 
     def measure(key: Key) -> float:
-        stored = encode(codec, tensor, weights, GGMLQuantizationType[key[0].upper()], *jobs[key])
+        stored = encode(codec, tensor, weights, GGMLQuantizationType[key[0].upper()], jobs[key])
         return float(np.square(test @ (stored - weights).T).sum() / np.square(test @ weights.T).sum())
 
     return dict(zip(jobs, pool.map(measure, jobs), strict=True))
@@ -139,9 +114,9 @@ def measure_layer(args: argparse.Namespace, codec: Codec, file: GGUFFile, layer:
     for matrix, name in names.items():
         tensor = next(t for t in file.tensors if t.name == name)
         weights = codec.weights(file.rows(tensor, 0, min(ROWS, tensor.n_rows)), tensor, 0, GGMLQuantizationType.F32)
-        identity = Own("", "full", tensor.ne[0], np.float32([1e6]), pack_triangle(np.eye(tensor.ne[0], dtype=np.float32))[None], True)
+        identity = make_hessian(pack_triangle(np.eye(tensor.ne[0], dtype=np.float32)), 1e6)
         for expert in map(int, np.argsort([-len(t) for t in tokens])[:N_CODED]):
-            jobs: dict[Key, tuple[TensorHessian, int]] = {(t, 0, f"identity {matrix}"): (identity, 0) for t in types}
+            jobs: dict[Key, TensorHessian] = {(t, 0, f"identity {matrix}"): identity for t in types}
             for n in (n for n in TOKENS if n <= len(tokens[expert])):
                 for kind, hessian in make_hessians(inputs[name], tokens, router, expert, n).items():
                     jobs |= {(t, n, f"{kind} {matrix}"): hessian for t in types}

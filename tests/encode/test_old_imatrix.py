@@ -191,7 +191,7 @@ def test_experts_without_tokens_are_named_with_hessians_too(lib, source, tmp_pat
     done = run_quantize(source, "--type", "itq3_t", "--dry-run", "--imatrix", path, "--importance", kind)
     assert done.returncode == 0
     assert f"1 expert saw no token and gets the mean of its layer: {EXPERTS} (1)\n" in done.stderr
-    assert f"1 experts of 1 tensors saw fewer tokens than they have columns and get a blend with the mean of their layer, most in {EXPERTS}" in done.stderr
+    assert f"1 experts of 1 tensors saw fewer tokens than they have columns and get mostly the mean of their layer, most in {EXPERTS}" in done.stderr
 
 
 def test_lists_of_experts_are_shortened():

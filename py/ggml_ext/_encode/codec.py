@@ -119,7 +119,7 @@ class Codec:
         hessian, triangles = calibration.hessian, calibration.triangles
         assert hessian is not None and triangles is not None
         matrix = f", matrix {expert}" if hessian.n_matrices > 1 else ""
-        shrinkage = hessian.shrinkage(expert)
+        shrinkage = hessian.shrinkage()
         for factor in (1, 10):
             try:
                 metric = self._factorize(qtype, tensor.ne[0], triangles.get(expert), is_full=hessian.is_full, shrinkage=factor * shrinkage)

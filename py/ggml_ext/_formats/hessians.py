@@ -37,6 +37,11 @@ def regularization(factor: float, least: float, columns: int, n_tokens: float) -
     return max(least, factor * columns / max(n_tokens, columns))
 
 
+def own_share(n_tokens: float, columns: int) -> float:
+    """Return the weight of an expert's own sums in the blend with the mean of its layer."""
+    return n_tokens / (n_tokens + columns)
+
+
 def kind_for(n_columns: int, kind: str, full_columns: int | None) -> str:
     """Return the kind of the Hessian of an input, where those of more than full_columns columns are block-diagonal; None: no limit."""
     return "block" if kind == "full" and full_columns is not None and n_columns > full_columns else kind
@@ -132,8 +137,8 @@ class StoredRows:
 class TensorHessian:
     """The Hessian of one weight matrix, or those of its experts, read from the file on access.
 
-    If an expert saw fewer tokens t than the n columns of a triangle, its Hessian is blended with the mean over all experts, with the
-    weights t / (t + n) and n / (t + n).
+    The Hessian of an expert that saw t tokens is blended with the mean over all experts, with the weights t / (t + n) and n / (t + n) for
+    the n columns of a triangle (docs/results/calibration.md).
 
     Attributes:
         where: file and tensor, the start of messages.
@@ -167,21 +172,19 @@ class TensorHessian:
         """Number of columns of a triangle."""
         return self.n_columns if self.is_full else min(BLOCK, self.n_columns)
 
-    def is_blended(self, expert: int) -> bool:
-        return self.n_matrices > 1 and self.counts[expert] < self.width
+    @property
+    def n_short(self) -> int:
+        """The number of experts that saw fewer tokens than they have columns."""
+        return int(np.count_nonzero(self.counts < self.width)) if self.n_matrices > 1 else 0
 
-    def tokens(self, expert: int) -> float:
-        """Return the tokens behind a Hessian; those of all experts if it is blended with their mean."""
-        return float(self.counts.sum() if self.is_blended(expert) else self.counts[expert])
-
-    def shrinkage(self, expert: int) -> float:
+    def shrinkage(self) -> float:
         """Return the multiple of diag(H) that the encoders add to H.
 
         The correlations in H overfit the calibration text, the more so the fewer tokens a column has. GPTQ (section 3.3, step 2) adds a
         multiple of the mean diagonal. That suits inputs of equal energies, but in real models a few columns have a hundred times the energy
         of the others, and their mean hides the others' correlations.
         """
-        return regularization(SHRINKAGE, LEAST_SHRINKAGE, self.width, self.tokens(expert))
+        return regularization(SHRINKAGE, LEAST_SHRINKAGE, self.width, float(self.counts.sum()))
 
     def triangles(self, expert: int) -> np.ndarray:
         """Return the packed triangles of an expert in any scale: float32 (packed_size(n_columns, is_full),). UserError for invalid sums."""
@@ -189,13 +192,13 @@ class TensorHessian:
         return triangles if self.factors is None else divide_columns(triangles, self.factors, self.is_full)
 
     def _blended_triangles(self, expert: int) -> np.ndarray:
-        if not self.is_blended(expert):
+        if self.n_matrices == 1:
             return self._select(self._read(expert))
-        tokens, mean = np.float32(self.counts[expert]), self._mean()
+        tokens, mean = float(self.counts[expert]), self._mean()
         if tokens == 0:
             return mean
-        share = tokens / (tokens + np.float32(self.width))
-        return share / tokens * self._select(self._read(expert)) + (1 - share) * mean
+        share = own_share(tokens, self.width)
+        return np.float32(share / tokens) * self._select(self._read(expert)) + np.float32(1 - share) * mean
 
     def _mean(self) -> np.ndarray:
         """Return the mean over the tokens of all experts."""
@@ -386,14 +389,14 @@ class HessianUse:
 
 
 def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:
-    """Return a warning for matrices with too few tokens and one for blended experts. hessians: by name of the weight matrix."""
+    """Return a warning for matrices with too few tokens and one for experts with few tokens. hessians: by name of the weight matrix."""
     few: dict[str, TensorHessian] = {}
-    n_blended: dict[str, int] = {}
+    n_short: dict[str, int] = {}
     for name, hessian in hessians.items():
         if hessian.counts.sum() < ENOUGH_TOKENS * hessian.width:
             few[name] = hessian
-        if n := sum(map(hessian.is_blended, range(hessian.n_matrices))):
-            n_blended[name] = n
+        if hessian.n_short:
+            n_short[name] = hessian.n_short
     lines = []
     if few:
         name, hessian = next(iter(few.items()))
@@ -401,10 +404,10 @@ def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:
             f"the Hessians of {len(few)} tensors, such as {name}, have {hessian.counts.sum():,.0f} tokens for {hessian.width:,} columns; use at "
             f"least {ADVISED_TOKENS * hessian.width:,} tokens, or pass --importance {'block' if hessian.is_full else 'diagonal'}"
         )
-    if n_blended:
-        worst = max(n_blended, key=lambda name: n_blended[name])
+    if n_short:
+        worst = max(n_short, key=lambda name: n_short[name])
         lines.append(
-            f"{sum(n_blended.values()):,} experts of {len(n_blended)} tensors saw fewer tokens than they have columns and get a blend "
-            f"with the mean of their layer, most in {worst} ({n_blended[worst]} of {hessians[worst].n_matrices})"
+            f"{sum(n_short.values()):,} experts of {len(n_short)} tensors saw fewer tokens than they have columns and get mostly the mean "
+            f"of their layer, most in {worst} ({n_short[worst]} of {hessians[worst].n_matrices})"
         )
     return lines

@@ -12,7 +12,7 @@ import numpy as np
 from .._base.errors import UserError
 from .._base.products import add_product
 from .._formats.column_scales import ColumnScales
-from .._formats.hessians import TensorHessian, pack_triangle
+from .._formats.hessians import TensorHessian, own_share, pack_triangle
 from .._native.streams import FLAG, HINT, ChunkArrays, ProductGroup, dense_products
 
 # First positions, left out of the row statistics: all others attend to them, so they dominate the gradients.
@@ -112,11 +112,11 @@ class Sums:
         return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return H and D of an expert; expert 0 without experts. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""
-        tokens, columns = float(self.counts[expert]), self.group.columns
-        if len(self.h) == 1 or tokens >= columns:
+        """Return H and D of an expert, blended with the mean as in TensorHessian; expert 0 without experts."""
+        if len(self.h) == 1:
             return self.h[expert], self.d[expert]
-        share = tokens / (tokens + columns)
+        tokens = float(self.counts[expert])
+        share = own_share(tokens, self.group.columns)
         own = share / max(tokens, 1)
         rest = (1 - share) / max(float(self.counts.sum()), 1)
         return tuple(own * a[expert] + rest * total for a, total in zip((self.h, self.d), self._totals, strict=True))
