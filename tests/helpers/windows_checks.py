@@ -210,6 +210,8 @@ def check_programs(directory: Path) -> None:
     assert code == 0 and sorted(log.split()) == ["err", "out"]
     code, out, log = run_captured(command("import sys; print('out'); print('err', file=sys.stderr)"), directory)
     assert (code, out.split(), log.split()) == (0, ["out"], ["err"])
+    stays = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2)'], stdout=sys.stdout)"
+    assert run_logged(command(stays), directory) == (0, "")  # Windows removes no file that is open elsewhere
     assert not any(directory.iterdir())
 
 

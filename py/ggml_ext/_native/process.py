@@ -100,7 +100,8 @@ def read_lines(pipe: IO[bytes]) -> Iterator[bytes]:
 @contextlib.contextmanager
 def log_file() -> Iterator[IO[bytes]]:
     """Yield a temporary file that can be opened by its name too, which Windows allows for no NamedTemporaryFile."""
-    with tempfile.TemporaryDirectory() as directory, open(Path(directory, "log"), "wb") as file:
+    # Windows may keep a file open for a moment after the program that wrote it has ended
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory, open(Path(directory, "log"), "wb") as file:
         yield file
 
 
