@@ -4,6 +4,7 @@
 #   make check       check generated files, linter, types and quick tests: at most 3 minutes after make demo
 #   make nightly     make test with the tests that take too long for it
 #   make wheel       build a wheel for machines without a compiler in dist/
+#   make windows     cross-compile the programs for Windows as a zip file in dist/
 #   make gpu-bundle  build the GPU check for a machine without compilers in dist/
 PYTHON ?= python3
 VENV   := .venv
@@ -19,7 +20,7 @@ MORE   :=
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo check test nightly wheel install bench cuda gpu-bundle gpu-check clean
+.PHONY: demo check test nightly wheel windows install bench cuda gpu-bundle gpu-check clean
 
 demo: install
 	@$(BIN)/python scripts/tools/demo.py
@@ -71,6 +72,10 @@ gpu-check: $(VENV)/.tools
 # Build a wheel for all CPUs of this architecture, test it in an empty environment and put it in dist/.
 wheel: $(VENV)/.tools
 	@$(BIN)/python scripts/build/wheel.py
+
+# Cross-compile the programs for x86-64 Windows with mingw-w64 and put them in dist/ as a zip file.
+windows: $(VENV)/.tools
+	@$(BIN)/python scripts/build/windows.py
 
 # Without build isolation, so that later builds of single targets work in the build directory.
 install: $(VENV)/.tools

@@ -8,6 +8,7 @@ import subprocess
 
 # package -> a program or a pattern of a file in it
 CROSS = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # includes the C library
+WINDOWS = {"g++-mingw-w64-x86-64-posix": "x86_64-w64-mingw32-g++-posix"}
 WINE = {"wine64": "/usr/lib/wine/wine64"}
 BROWSER = {"chromium": "chromium", "chromium-driver": "chromedriver"}
 VULKAN = {"glslc": "glslc", "libvulkan-dev": "/usr/include/vulkan/vulkan.hpp", "spirv-headers": "/usr/include/spirv/unified1/spirv.hpp"}

@@ -47,20 +47,25 @@ STAGED = ("tests/package/wheel_suite.py", "tests/conftest.py", *(f"tests/helpers
           "tests/data/perplexity_baseline.json", "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
 
 
-def run_logged(what: str, *command, env: dict[str, str] | None = None) -> None:
+def build_environment() -> dict[str, str]:
+    """Return the environment without flags for this machine."""
+    return {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
+
+
+def run_logged(what: str, *command, env: dict[str, str] | None = None, log: Path = LOG) -> None:
     """Run a command with its output in the log. Failure with the last lines if it fails."""
-    with LOG.open("a+") as log:
-        start = log.tell()
+    with log.open("a+") as file:
+        start = file.tell()
         try:
-            done = subprocess.run([str(c) for c in command], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log,
+            done = subprocess.run([str(c) for c in command], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=file,
                                   stderr=subprocess.STDOUT)
         except FileNotFoundError as e:
             raise Failure(f"{what}: {e.filename} is missing") from None
-        log.seek(start)
-        lines = log.read().strip().splitlines()
+        file.seek(start)
+        lines = file.read().strip().splitlines()
     if done.returncode:
         print("\n".join(lines[-30:]), file=sys.stderr)
-        raise Failure(f"{what} failed; the complete log is {LOG.relative_to(ROOT)}")
+        raise Failure(f"{what} failed; the complete log is {log.relative_to(ROOT)}")
 
 
 def variants(cmake_lists: str, machine: str) -> dict[str, list[str]]:
@@ -138,9 +143,8 @@ def clean_stale(build: Path, options: dict[str, str]) -> None:
 def build_wheel(directory: Path, options: dict[str, str]) -> Path:
     """Build the package and return the wheel that auditwheel repaired, in directory."""
     defines = [f"-C cmake.define.{name}={value}" for name, value in options.items()]
-    env = {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
     run_logged("the build", sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-v",
-               "-w", directory / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(defines).split(), ".", env=env)
+               "-w", directory / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(defines).split(), ".", env=build_environment())
     raw = next((directory / "raw").glob("*.whl"))
     run_logged("auditwheel", sys.executable, "-m", "auditwheel", "-v", "repair", "--exclude", VULKAN_LOADER, "-w", directory / "repaired", raw)
     return next((directory / "repaired").glob("*.whl"))
