@@ -52,8 +52,9 @@ def build_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
 
 
-def run_logged(what: str, *command, env: dict[str, str] | None = None, log: Path = LOG) -> None:
-    """Run a command with its output in the log. Failure with the last lines if it fails."""
+def run_logged(what: str, *command, env: dict[str, str] | None = None, log: Path | None = None) -> None:
+    """Run a command with its output in the log, by default LOG. Failure with the last lines if it fails."""
+    log = log or LOG
     with log.open("a+") as file:
         start = file.tell()
         try:
