@@ -274,11 +274,15 @@ void stream_pair::read_description() {
 
 // --- inputs of products ----------------------------------------------------------------------------------------------
 
-template <class F> static void each_array(const group & g, const F & f) {
+template <class F> static void each_input(const group & g, const F & f) {
     f(g.x);
     if (g.ids) {
         f(g.ids);
     }
+}
+
+template <class F> static void each_array(const group & g, const F & f) {
+    each_input(g, f);
     for (const auto & p : g.products) {
         if (p.residual) {
             f(p.residual);
@@ -311,23 +315,19 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
 void stream_pair::collect_inputs(int chunk) {
     check_index("chunk", chunk, n_chunks);
     check_index("layer", layer, n_layers);
-    const auto each_input = [this](const auto & f) {
-        for (const auto & g : parts.layers()[layer].groups) {
-            f(g.x);
-            if (g.ids) {
-                f(g.ids);
-            }
-        }
-    };
     select_targets = [&](const ggml_ext::layer & l) {
         end_values.clear();
         std::vector<ggml_tensor *> targets = { l.end };
-        each_input([&](ggml_tensor * t) { targets.push_back(t); });
+        for (const group & g : l.groups) {
+            each_input(g, [&](ggml_tensor * t) { targets.push_back(t); });
+        }
         return targets;
     };
     run_layer(chunk, ORIGINAL, 0);
     size_t offset = 0;
-    each_input([&](const ggml_tensor * t) { offset = export_array(t, offset, 0, 1); });
+    for (const group & g : parts.layers()[layer].groups) {
+        each_input(g, [&](const ggml_tensor * t) { offset = export_array(t, offset, 0, 1); });
+    }
     store_stream(chunk, ORIGINAL);
 }
 

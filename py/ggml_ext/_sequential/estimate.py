@@ -8,6 +8,7 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
+from .._calibration.by_layer import PROGRAM, list_command
 from .._calibration.calibration import CalibrationSetup, configure_calibration
 from .._calibration.cost import CalibrationCost
 from .._calibration.options import CalibrationOptions
@@ -22,7 +23,6 @@ PASSES = 2  # runs of the model: each stream computes each product once (stream-
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
 # Tokens per column from which on Hessians are full. Fewer were measured only without --propagate.
 ENOUGH_TOKENS = 7
-PROGRAM = "ggml-ext-streams"
 
 
 def configure_propagation(
@@ -46,10 +46,8 @@ def configure_propagation(
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
     check_memory(setup, file, console)
     n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
-    command = [program, "-m", file.path.absolute(), "-f", setup.text, "-c", setup.n_context, "-b", setup.n_context]
-    command += ["--chunks", setup.n_chunks, "-t", n_threads]
     return PropagationConfig(
-        command=tuple(map(str, command)),
+        command=tuple(list_command(file.path, setup.text, n_context=setup.n_context, n_chunks=setup.n_chunks, n_threads=n_threads)),
         kind=options.kind or ("full" if n_columns else "block"),
         full_columns=None if options.kind else setup.cost.full_limit(n_columns),
         text=setup.text,
