@@ -8,7 +8,7 @@ extern "C" {
 #endif
 
 // Raised by every incompatible change of this header.
-#define GGML_EXT_ABI_VERSION 8
+#define GGML_EXT_ABI_VERSION 9
 GGML_API int ggml_ext_abi_version(void);
 
 // A metric is the Hessian H = E[x x^T] of a tensor's inputs, ready for an encoder: rotated if the type is, shrunk, and factorized once
@@ -73,6 +73,16 @@ GGML_API bool ggml_ext_validate_row(enum ggml_type type, const void * data, size
 // Rotate n_blocks blocks of block_size = 256, 64 or 32 floats in place, or back (ggml-ext-rotation.h).
 GGML_API void ggml_ext_rotate(float * x, int64_t n_blocks, int block_size);
 GGML_API void ggml_ext_rotate_back(float * x, int64_t n_blocks, int block_size);
+
+// Sums over tokens of outer products, sums[i][j] += left[t][i]*right[t][j], with factors rounded to BF16 and sums in float. Only if
+// ggml_ext_has_bf16_sums(). packed: n_columns rounded up to 16, times n_tokens rounded up to 2, of 2 bytes.
+//   first_row, end_row   rows of the sums to compute; first_row is a multiple of 16
+//   first_column         the columns before it may be left out
+GGML_API bool ggml_ext_has_bf16_sums(void);
+GGML_API void ggml_ext_pack_bf16(const float * x, int64_t stride, int64_t n_tokens, int64_t n_columns, void * packed);
+GGML_API void ggml_ext_pack_bf16_transposed(const float * x, int64_t stride, int64_t n_rows, int64_t n_columns, void * packed); // x^T
+GGML_API void ggml_ext_add_bf16(float * sums, int64_t n_columns, const void * left, const void * right, int64_t n_tokens, int64_t first_row,
+                                int64_t end_row, int64_t first_column);
 
 // Scalar references of the CPU backend's from_float for the rotated activation types.
 GGML_API void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * y, int64_t n);

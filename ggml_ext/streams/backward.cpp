@@ -171,8 +171,8 @@ bool backward::differentiate_product(ggml_tensor * node, ggml_tensor * g) {
     if (!active.count(x)) {
         return true;
     }
-    return add_gradient(x, node->op == GGML_OP_MUL_MAT ? ggml_mul_mat(ctx, transpose(weight), g)
-                                              : ggml_mul_mat_id(ctx, transpose(weight), g, node->src[2]));
+    ggml_tensor * known = find_transposed ? find_transposed(weight) : nullptr, * transposed = known ? known : transpose(weight);
+    return add_gradient(x, node->op == GGML_OP_MUL_MAT ? ggml_mul_mat(ctx, transposed, g) : ggml_mul_mat_id(ctx, transposed, g, node->src[2]));
 }
 
 bool backward::differentiate_rope(ggml_tensor * node, ggml_tensor * g) {

@@ -8,10 +8,15 @@
 
 #include "ggml-cpp.h"
 
+#include <functional>
+
 namespace ggml_ext {
 
 class backward {
 public:
+    // find_transposed: returns the transposed matrix if it exists, else null.
+    explicit backward(std::function<ggml_tensor *(const ggml_tensor *)> find_transposed = {}) : find_transposed(std::move(find_transposed)) {}
+
     // Build the gradients of a layer's nodes, given in graph order. Return false, with error(), if an operation is not supported.
     bool build(const std::vector<ggml_tensor *> & nodes, const layer & info);
 
@@ -40,6 +45,7 @@ private:
     bool          add_gradient(ggml_tensor * t, ggml_tensor * g);
     bool          refuse(const ggml_tensor * node, const char * what = "");
 
+    std::function<ggml_tensor *(const ggml_tensor *)>        find_transposed;
     ggml_context_ptr                                         owner;
     ggml_context *                                           ctx = nullptr;
     ggml_tensor *                                            seed_tensor = nullptr;

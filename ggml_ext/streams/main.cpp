@@ -8,9 +8,9 @@
 //   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output
 //   collect C             write the inputs of all groups of the layer of chunk C, and advance the original stream to the layer's output
 //   advance C             advance the streams of chunk C to the layer's output
-//   learn N               allocate memory for the gradients of N chunks
-//   backward C            compute the gradients of chunk C; the loss is in labels.h
-//   gradients C           write the gradients of chunk C at the layer's products
+//   learn N               allocate memory for the gradients of N chunks; 0: free it
+//   begin C               run chunk C through the model, and back to the output of the last layer; the loss is in labels.h
+//   gradients C           write the gradients of chunk C at the layer's products; layers from the last to the first
 //
 // Each answer is a line of JSON: {"error": "..."} on failure, or {"not_finite": "..."} with the first tensor of the original model whose values
 // are not finite. The first answer, before any line, describes the model.
@@ -54,8 +54,8 @@ json execute(ggml_ext::stream_pair & streams, std::istringstream & line) {
         return streams.advance(a);
     } else if (command == "learn" && line >> a) {
         streams.allocate_gradients(a);
-    } else if (command == "backward" && line >> a) {
-        streams.compute_gradients(a);
+    } else if (command == "begin" && line >> a) {
+        streams.begin_gradients(a);
     } else if (command == "gradients" && line >> a) {
         streams.export_gradients(a);
     } else {

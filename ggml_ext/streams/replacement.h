@@ -4,6 +4,7 @@
 
 #include "ggml-cpp.h"
 
+#include <algorithm>
 #include <fstream>
 #include <vector>
 
@@ -16,9 +17,10 @@ struct replacement {
     ggml_tensor *           tensor = nullptr;
     int                     layer = 0;
 
-    replacement(const ggml_tensor * original, ggml_type type, int layer) : layer(layer) {
+    // is_transposed: rows and columns are exchanged.
+    replacement(const ggml_tensor * original, ggml_type type, int layer, bool is_transposed = false) : layer(layer) {
         ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
-        tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
+        tensor = ggml_new_tensor_4d(ctx.get(), type, original->ne[is_transposed], original->ne[!is_transposed], original->ne[2], original->ne[3]);
         ggml_set_name(tensor, original->name);
         ggml_backend_buffer_type_t buffer_type = ggml_backend_buffer_get_type(original->buffer);
         const ggml_backend_dev_t device = ggml_backend_buft_get_device(buffer_type);
@@ -49,6 +51,23 @@ struct replacement {
         for (int64_t i = 0; i < ggml_nrows(original); ++i) {
             ggml_fp16_to_fp32_row((const ggml_fp16_t *) original->data + i*n, row.data(), n);
             ggml_fp32_to_bf16_row(row.data(), (ggml_bf16_t *) tensor->data + i*n, n);
+        }
+    }
+
+    // Copy a matrix of 16-bit values, transposed. Both are in the memory of the CPU.
+    void transpose_from(const ggml_tensor * original) {
+        constexpr int64_t TILE = 64;
+        const int64_t n = original->ne[0], n_rows = original->ne[1];
+        const auto * src = (const uint16_t *) original->data;
+        auto *       dst = (uint16_t *) tensor->data;
+        for (int64_t i0 = 0; i0 < n_rows; i0 += TILE) {
+            for (int64_t j0 = 0; j0 < n; j0 += TILE) {
+                for (int64_t j = j0; j < std::min(n, j0 + TILE); ++j) {
+                    for (int64_t i = i0; i < std::min(n_rows, i0 + TILE); ++i) {
+                        dst[j*n_rows + i] = src[i*n + j];
+                    }
+                }
+            }
         }
     }
 };

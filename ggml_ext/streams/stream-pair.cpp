@@ -163,7 +163,11 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     if (!parts.cut(layer, start, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights)) {
         error = parts.error();
     } else if (differentiates) {
-        back = {};
+        transpose_matrices();
+        back = backward([this](const ggml_tensor * w) {
+            const auto it = transposed.find(w->name);
+            return it == transposed.end() ? nullptr : it->second->tensor;
+        });
         if (!back.build(nodes, current)) {
             error = back.error();
             return [] {};
@@ -209,6 +213,26 @@ void stream_pair::round_matrices() {
             if (w->type == GGML_TYPE_F16 && ggml_is_contiguous(w) && ggml_backend_buffer_is_host(w->buffer)) {
                 auto & added = rounded[w->name] = std::make_unique<replacement>(w, GGML_TYPE_BF16, layer);
                 added->round_from(w);
+            }
+        }
+    }
+}
+
+// Transpose the matrices of the layer once for all chunks, in the type that the products use. The output matrix, which is large, is
+// transposed in the graph.
+void stream_pair::transpose_matrices() {
+    if (transposed_layer == layer || layer == n_layers) {
+        return;
+    }
+    transposed.clear();
+    transposed_layer = layer;
+    for (const auto & g : parts.layers()[layer].groups) {
+        for (const auto & p : g.products) {
+            const ggml_tensor * w = p.node->src[0];
+            const bool is_plain = ggml_n_dims(w) == 2 && ggml_is_contiguous(w) && ggml_backend_buffer_is_host(w->buffer);
+            if (is_plain && (w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16)) {
+                auto & added = transposed[w->name] = std::make_unique<replacement>(w, w->type, layer, true);
+                added->transpose_from(w);
             }
         }
     }
@@ -423,25 +447,32 @@ std::string stream_pair::find_gradient_error() {
 }
 
 void stream_pair::allocate_gradients(int n) {
-    check_index("chunk", n - 1, n_chunks);
-    gradients   = mapping(file, (size_t) n * n_layers * chunk_bytes / 2, true);
+    check_index("number of chunks", n, n_chunks + 1);
+    outputs     = n ? mapping(file, (size_t) n * n_layers * chunk_bytes / 2, true) : mapping();
     n_gradients = n;
 }
 
-// Stored in BF16.
-char * stream_pair::gradient_data(int k, int chunk) const {
-    return gradients.data() + ((size_t) k * n_gradients + chunk) * chunk_bytes / 2;
+// The output of layer k in BF16; once layer k + 1 is differentiated, its gradient.
+ggml_bf16_t * stream_pair::output_data(int k, int chunk) const {
+    return (ggml_bf16_t *) (outputs.data() + ((size_t) k * n_gradients + chunk) * chunk_bytes / 2);
 }
 
-void stream_pair::compute_gradients(int chunk) {
+// Store the gradient of the input of the current layer.
+void stream_pair::store_input_gradient(int chunk) {
+    seed.resize(chunk_bytes / sizeof(float));
+    ggml_backend_tensor_get(back.gradient(parts.layers()[layer].start), seed.data(), 0, chunk_bytes);
+    ggml_fp32_to_bf16_row(seed.data(), output_data(layer - 1, chunk), (int64_t) seed.size());
+}
+
+void stream_pair::begin_gradients(int chunk) {
     check_index("chunk", chunk, n_gradients);
     run_purpose = purpose::full;
     compute(chunk, ORIGINAL);
-    std::vector<std::vector<float>> hidden(n_layers);
+    std::vector<float> hidden(chunk_bytes / sizeof(float));
     for (int k = 0; k < n_layers; ++k) {
-        hidden[k].resize(chunk_bytes / sizeof(float));
-        ggml_backend_tensor_get(parts.layers()[k].end, hidden[k].data(), 0, chunk_bytes);
-        check_finite(chunk, k, hidden[k].data());
+        ggml_backend_tensor_get(parts.layers()[k].end, hidden.data(), 0, chunk_bytes);
+        check_finite(chunk, k, hidden.data());
+        ggml_fp32_to_bf16_row(hidden.data(), output_data(k, chunk), (int64_t) hidden.size());
     }
     const ggml_tensor * logits = parts.nodes(n_layers).back();
     seed.resize(ggml_nelements(logits));
@@ -451,21 +482,24 @@ void stream_pair::compute_gradients(int chunk) {
     }
     differentiate_logits(seed.data(), logits->ne[0], n_context, (uint64_t) chunk * n_context);
     run_purpose = purpose::gradients;
-    for (layer = n_layers; layer > 0; --layer) {
-        layer_input = hidden[layer - 1].data();
-        compute(chunk, ORIGINAL);
-        seed.resize(chunk_bytes / sizeof(float));
-        ggml_backend_tensor_get(back.gradient(parts.layers()[layer].start), seed.data(), 0, chunk_bytes);
-        ggml_fp32_to_bf16_row(seed.data(), (ggml_bf16_t *) gradient_data(layer - 1, chunk), (int64_t) seed.size());
-    }
+    layer       = n_layers;
+    layer_input = hidden.data();
+    compute(chunk, ORIGINAL);
+    store_input_gradient(chunk);
+    layer = 0;
 }
 
 void stream_pair::export_gradients(int chunk) {
     check_index("layer", layer, n_layers);
     check_index("chunk", chunk, n_gradients);
-    seed.resize(chunk_bytes / sizeof(float));
-    ggml_bf16_to_fp32_row((const ggml_bf16_t *) gradient_data(layer, chunk), seed.data(), (int64_t) seed.size());
-    layer_input = stream_data(ORIGINAL, chunk);
+    const int64_t n = (int64_t) (chunk_bytes / sizeof(float));
+    std::vector<float> input(n);
+    seed.resize(n);
+    ggml_bf16_to_fp32_row(output_data(layer, chunk), seed.data(), n);
+    if (layer > 0) {
+        ggml_bf16_to_fp32_row(output_data(layer - 1, chunk), input.data(), n);
+    }
+    layer_input = input.data();
     run_purpose = purpose::gradients;
     compute(chunk, ORIGINAL);
     char * dst = exchange.data();
@@ -485,6 +519,9 @@ void stream_pair::export_gradients(int chunk) {
             }
             dst += n_bytes;
         }
+    }
+    if (layer > 0) {
+        store_input_gradient(chunk);
     }
 }
 

@@ -52,13 +52,13 @@ public:
     // Return the energy of the original and of the difference, without the first token, whose energy is of another order.
     nlohmann::ordered_json advance(int chunk);
 
-    // Allocate memory for the gradients of n chunks at the outputs of all layers.
+    // Allocate memory for the outputs of all layers of n chunks, and their gradients. 0: free it.
     void allocate_gradients(int n);
 
-    // Compute the gradients of a chunk in the original model.
-    void compute_gradients(int chunk);
+    // Run a chunk through the original model, and back to the output of the last layer.
+    void begin_gradients(int chunk);
 
-    // Write the gradients of the layer's products, except those of experts, to the exchange.
+    // Write the gradients of the layer's products, except those of experts, to the exchange. The layers are taken from the last to the first.
     void export_gradients(int chunk);
 
 private:
@@ -68,6 +68,7 @@ private:
     void                  run_layer(int chunk, int model, int end_group);
     size_t                export_array(const ggml_tensor * t, size_t offset, int index, int n_copies);
     void                  round_matrices();
+    void                  transpose_matrices();
     void                  separate_plans();
     int                   find_group(const std::string & weight) const;
     void                  keep_values(int group);
@@ -80,7 +81,8 @@ private:
     std::string           find_gradient_error();
     void                  store_stream(int chunk, int model);
     char *                stream_data(int model, int chunk) const { return stream[model].data() + (size_t) chunk * chunk_bytes; }
-    char *                gradient_data(int k, int chunk) const;
+    ggml_bf16_t *         output_data(int k, int chunk) const;
+    void                  store_input_gradient(int chunk);
     bool                  is_finite(const float * x) const;
     void                  check_finite(int chunk, int k, const float * x);
     [[noreturn]] void     fail_not_finite(int chunk, const std::string & place);
@@ -99,7 +101,7 @@ private:
     bool                     is_original_ahead = false; // at the layer's output already, for all chunks
     int64_t                  n_embd = 0;
     size_t                   chunk_bytes = 0;
-    mapping                  stream[2], gradients, exchange;
+    mapping                  stream[2], outputs, exchange;
     // By model, the values at the inputs of a group that the next run of a chunk begins with, so that each product is computed once.
     mapping                  kept[2];
     std::vector<int>         kept_group[2];          // by chunk
@@ -116,7 +118,8 @@ private:
     std::map<std::string, int>                          layer_of; // -1: token embeddings
     std::map<std::string, std::unique_ptr<replacement>> replacements;
     std::map<std::string, std::unique_ptr<replacement>> rounded; // of the original model, in BF16
-    int                                                 rounded_layer = -1;
+    std::map<std::string, std::unique_ptr<replacement>> transposed; // of the same
+    int                                                 rounded_layer = -1, transposed_layer = -1;
     bool                                                rounds_matrices = false;
 };
 

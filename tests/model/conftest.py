@@ -5,6 +5,7 @@ import string
 
 import pytest
 
+from ggml_ext._native import token_sums
 from helpers.streams import HELDOUT
 
 
@@ -20,3 +21,9 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes(HELDOUT.read_bytes()[-9000:])
     return path
+
+
+@pytest.fixture
+def float32_sums(monkeypatch):
+    """Let sums over tokens have the precision of float32 on every CPU."""
+    monkeypatch.setattr(token_sums, "bf16_library", lambda: None)

@@ -192,10 +192,11 @@ def test_streams_take_scaled_weights(loud, scaled, tmp_path):
             for g, group in enumerate(streams.layers[k]):
                 factors = scales.column_factors(group.products[0].weight)
                 assert factors is not None
-                sums, unscaled = Sums(group, factors), Sums(group)
+                sums, unscaled = Sums(group, pool, factors), Sums(group, pool)
                 arrays = streams.compute_inputs(k, g, 0, False)
-                sums.add(arrays, pool)
-                unscaled.add(arrays, pool)
+                for s in (sums, unscaled):
+                    s.add(arrays)
+                    s.flush()
                 # the rounding of halves, 2^-11, in weights and inputs of two layers
                 assert np.linalg.norm(sums.d) < 0.01 * np.linalg.norm(sums.h) < np.linalg.norm(unscaled.d)
             streams.advance()

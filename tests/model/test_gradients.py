@@ -131,7 +131,7 @@ def test_last_layer_matches_numpy(tmp_path, lib):
     command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", n_tokens, "-b", n_tokens, "-t", 2, "-ctk", "f32", "-ctv", "f32"]
     with LayerStreams(list(map(str, command)), tmp_path) as streams:
         assert streams.no_gradients == ""
-        assert list(streams.compute_gradients(2)) == [0, 1]
+        assert list(streams.begin_gradients(2)) == [0, 1]
         for chunk in range(streams.n_chunks):
             streams.compute_inputs(0, 3, chunk, True)
         streams.advance()

@@ -36,7 +36,7 @@ def quantize_sequentially(model, out, text, **options):
     )
 
 
-def test_second_stream_matches_the_written_file(small, text, tmp_path, monkeypatch):
+def test_second_stream_matches_the_written_file(small, text, tmp_path, monkeypatch, float32_sums):
     """The Hessian of each matrix was measured behind the quantized matrices before it."""
     squares = {}
 
@@ -62,9 +62,9 @@ def test_rows_use_error_feedback(small, text, tmp_path, monkeypatch):
         shapes.append(weights.shape)
         return encode_with_row_feedback(weights, *args, **options)
 
-    def record_tokens(g, n_tokens):
+    def record_tokens(g, n_tokens, map_items):
         tokens.append(n_tokens)
-        return make_row_spans(g, n_tokens)
+        return make_row_spans(g, n_tokens, map_items)
 
     encode_with_row_feedback, make_row_spans = layers.encode_with_row_feedback, layers.make_row_spans
     monkeypatch.setattr(layers, "encode_with_row_feedback", record)
@@ -100,16 +100,14 @@ def test_other_types_and_options_run(options, text, tmp_path, lib):
 def test_correction_reduces_the_stream_error(model, text, tmp_path, monkeypatch, lib):
     """Compares the error after the last layer with and without corrected targets."""
     errors = []
-    for strength in (1, 0):
-        monkeypatch.setattr(layers, "correction", lambda *args, s=strength: s * CORRECTION(*args))
+    for corrects in (True, False):
+        if not corrects:
+            monkeypatch.setattr(layers.Corrector, "correct", lambda *_: None)
         quantize_sequentially(model, tmp_path / "out.gguf", text)
         errors.append(ggml_ext.inspect_model(tmp_path / "out.gguf").record()["stream_errors"])
     assert 0 < errors[0][-1] < 0.8 * errors[1][-1]
     n_layers = gguf.GGUFReader(model).fields["llama.block_count"].contents()
     assert [len(run_errors) for run_errors in errors] == [n_layers] * 2 and all(e > 0 for run_errors in errors for e in run_errors)
-
-
-CORRECTION = layers.correction
 
 
 def test_repacked_matrix_is_replaced(text, tmp_path, lib):
@@ -175,9 +173,10 @@ def test_resume_continues_after_interrupt(small, text, tmp_path):
     ({"effort": "best", "propagate": False}, False),
     ({"effort": "best", "type": "q8_0"}, False),  # its encoder takes no Hessian
     ({"effort": "best", "imatrix_from": None, "no_calibration": True}, False),
-    ({"effort": "normal"}, False),
+    ({}, True),
+    ({"effort": "fast"}, False),
 ])
-def test_best_effort_propagates(flags, propagates, text, tmp_path, lib):
+def test_file_says_whether_it_was_quantized_sequentially(flags, propagates, text, tmp_path, lib):
     model, out = tmp_path / "model.gguf", tmp_path / "out.gguf"
     synth_model.write_model("f16", model, "tiny", 2)
     options = {"type": "itq2_t", "threads": 2, "imatrix_from": text, **flags}
@@ -186,28 +185,37 @@ def test_best_effort_propagates(flags, propagates, text, tmp_path, lib):
     assert ("stream_errors" in ggml_ext.inspect_model(out).record()) == propagates
 
 
-def test_best_effort_skips_propagation_without_layers(letters, tmp_path, lib):
+def test_graph_without_layers_is_quantized_without_propagation(letters, tmp_path, lib):
     (model,) = architectures.write_models("hrm_text", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
-    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--effort", "best", "--imatrix-from", long)
-    assert done.returncode == 0 and "skipping --propagate" in done.stderr and "layer 3 needs the product" in done.stderr
+    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--calibration-chunks", 2, "--imatrix-from", long)
+    assert done.returncode == 0 and "no sequential quantization: " in done.stderr and "layer 3 needs the product" in done.stderr
     assert "from quantized layers" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("flags", "option"), [
-    ({"no_calibration": True}, "--no-calibration"),
-    ({"importance": "diagonal"}, "--importance diagonal"),
-    ({"exclude_weights": ["ffn"]}, "--exclude-weights"),
-    ({"fallback_above": 3.0}, "--fallback-above"),
-    ({"no_calibration": True, "propagate": False}, None),
-    ({"no_calibration": True, "type": "q8_0"}, None),  # its encoder takes no Hessian
+@pytest.mark.parametrize(("flags", "is_sequential", "option"), [
+    ("", True, None),
+    ("--effort best", True, None),
+    ("--effort fast", False, None),
+    ("--effort fast --propagate", True, None),
+    ("--no-propagate", False, None),
+    ("--type q4_k_m", True, None),
+    ("--type q8_0", False, None),  # its encoder takes no Hessian
+    ("--type q6_k", False, None),  # above GAINING_BITS
+    ("--no-calibration", False, None),
+    ("--importance diagonal", False, None),
+    ("--exclude-weights ffn", False, "--exclude-weights"),
+    ("--fallback-above 3", False, "--fallback-above"),
 ])
-def test_best_effort_names_the_option_that_excludes_propagation(flags, option, model, lib):
-    notes = []
-    options = {"type": "itq2_t", "effort": "best", "threads": 2, "dry_run": True, **flags}
-    ggml_ext.quantize_model(model, None, log=lambda _, line: notes.append(line), **options)
-    skipped = [line for line in notes if "skipping --propagate" in line]
-    assert skipped == ([f"skipping --propagate (implied by --effort best): {option} excludes it"] if option else [])
+def test_sequential_quantization_is_the_default(flags, is_sequential, option, model, text, lib):
+    """An option for another purpose that excludes it is named."""
+    flags = flags.split()
+    given = [*([] if "--type" in flags else ["--type", "itq2_t"]), *([] if "--no-calibration" in flags else ["--imatrix-from", text]), *flags]
+    done = quantize(model, "out.gguf", *given, "--calibration-chunks", 2, "--dry-run")
+    lines = (done.stdout + done.stderr).splitlines()
+    assert any(line.startswith("propagation: ") for line in lines) == is_sequential
+    assert [line for line in lines if "no sequential quantization" in line] == (
+        [f"note: no sequential quantization: {option} excludes it"] if option else [])
 
 
 @pytest.mark.parametrize(("flags", "ignored"), [
@@ -259,7 +267,7 @@ def test_too_little_memory_is_refused(model, text, tmp_path, lib):
     out.parent.mkdir()
     line = quantize_error(model, out, text, "--memory", "0.001")
     assert "the sums of a layer need 0.0" in line and "the limit is 0.00 GiB" in line and "--memory" in line
-    done = quantize(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--memory", "0.05")
+    done = quantize(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--memory", "0.04")
     assert done.returncode == 0 and "this may be slow" in done.stderr
 
 
@@ -315,11 +323,11 @@ def test_invalid_indices_are_answered_with_an_error(text, tmp_path, lib):
     with start_streams(model, text, 128, tmp_path) as both:
         last = both.n_chunks
         for line in ("layer -1", "layer 3", f"inputs 0 {last} 0", "inputs 0 -1 0", "inputs 9 0 0", "inputs -1 0 0", f"advance {last}", "advance -1",
-                     "learn 0", f"learn {last + 1}", "backward 0", "gradients 0"):
-            with pytest.raises(UserError, match="there is no (layer|group|chunk) "):
+                     "learn -1", f"learn {last + 1}", "begin 0", "gradients 0"):
+            with pytest.raises(UserError, match="there is no (layer|group|chunk|number of chunks) "):
                 both._ask(line)
-        assert list(both.compute_gradients(1)) == [0]
-        for line in ("backward 1", "backward -1", "gradients 1", "gradients -1"):
+        assert list(both.begin_gradients(1)) == [0]
+        for line in ("begin 1", "begin -1", "gradients 1", "gradients -1"):
             with pytest.raises(UserError, match="there is no chunk "):
                 both._ask(line)
         both.enter_layer(2)

@@ -28,9 +28,10 @@ def check_streams(model, text, context, folder) -> None:
         for k, groups in enumerate(layer_streams.layers):
             layer_streams.enter_layer(k)
             for g, group in enumerate(groups):
-                sums = Sums(group)
+                sums = Sums(group, pool)
                 for chunk in range(layer_streams.n_chunks):
-                    sums.add(layer_streams.compute_inputs(k, g, chunk, g == len(groups) - 1), pool)
+                    sums.add(layer_streams.compute_inputs(k, g, chunk, g == len(groups) - 1))
+                sums.flush()
                 assert not sums.d.any() and not any(r.any() for r in sums.r.values())
                 squares = np.einsum("eii->ei", sums.h)
                 for product in group.products:
@@ -46,7 +47,7 @@ def check_streams(model, text, context, folder) -> None:
 
 
 @pytest.mark.parametrize("architecture", CUT)
-def test_graph_is_cut_into_layers(architecture, letters, tmp_path):
+def test_graph_is_cut_into_layers(architecture, letters, tmp_path, float32_sums):
     for model in architectures.write_models(architecture, tmp_path):
         check_streams(model, letters, 128, tmp_path)
 
@@ -71,7 +72,7 @@ def check_same_inputs(k, g, advance, continued, restarted) -> None:
 
 
 def test_bf16_changes_the_original_model_little(text, tmp_path):
-    """Weights and inputs are rounded by at most 2^-9 of their values, so a product by 2^-8 of the sum of magnitudes; four follow each other in a
+    """Weights and inputs are rounded by at most 2^-8 of their values, so a product by 2^-7 of the sum of magnitudes; four follow each other in a
     layer. The other model keeps F16."""
     with start_streams(ROOT / "data" / "model-f16.gguf", text, 256, tmp_path) as layer_streams:
         layer_streams.prefer_bf16()
@@ -80,7 +81,7 @@ def test_bf16_changes_the_original_model_little(text, tmp_path):
             layer_streams.enter_layer(k)
             errors.append(layer_streams.advance())
     has_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-    assert all((error > 0) == has_bf16 for error in errors) and max(errors) < (4 * n * 2**-8) ** 2
+    assert all((error > 0) == has_bf16 for error in errors) and max(errors) < (4 * n * 2**-7) ** 2
 
 
 @pytest.mark.parametrize("architecture", ["llama", *CUT])
@@ -128,7 +129,7 @@ def architecture_of(path) -> str:
 
 
 @pytest.mark.nightly
-def test_all_architectures_are_cut_or_refused(letters, tmp_path):
+def test_all_architectures_are_cut_or_refused(letters, tmp_path, float32_sums):
     errors = {}
     for model in architectures.write_models("all", tmp_path):
         if architecture_of(model) == "glm5-next":

@@ -64,7 +64,7 @@ def test_cost_of_a_model_is_read_from_its_tensors(tmp_path):
                                             "token_embd.weight": gaussian(8, 256)},
                       fill=lambda w: (w.add_expert_count(4), w.add_expert_used_count(2)))
     model_cost = CalibrationCost.read(GGUFFile(path))
-    assert model_cost.inputs == (Input(0, 256, 1, 1), Input(0, 320, 4, 2)) and model_cost.n_weights_used == 3 * 8 * 256 + 2 * 8 * 320  # the embeddings are also the output matrix
+    assert model_cost.inputs == (Input(0, 256, 1, 1, 2, 16), Input(0, 320, 4, 2, 1, 32)) and model_cost.n_weights_used == 3 * 8 * 256 + 2 * 8 * 320  # the embeddings are also the output matrix
     small = 256 * 257 // 2
     assert model_cost.hessian_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
     assert model_cost.hessian_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))

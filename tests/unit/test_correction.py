@@ -5,12 +5,36 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.correction import LEAST_RIDGE, choose_ridge, correction
+from ggml_ext._encode import correction as _correction
+from ggml_ext._encode.correction import LEAST_RIDGE, choose_ridge
+from ggml_ext._native import token_sums
 from ggml_ext._native.streams import ChunkArrays, ProductGroup, WeightProduct
-from ggml_ext._sequential.sums import Sums
+from ggml_ext._sequential.sums import Sums, sole_narrow_product
 
 COLUMNS, ROWS, TOKENS = 24, 10, 400
 NAMES = ("blk.0.attn_output.weight", "blk.0.other.weight")
+
+
+BF16 = 2**-7 + 2**-16  # relative error of a product of two factors rounded to BF16, each by at most 2^-8
+
+
+@pytest.fixture(params=["float32", "bf16"])
+def rounding(request, monkeypatch):
+    """Return the relative error of the products: those of numpy, or of the CPU in BF16 if it has them."""
+    if request.param == "bf16":
+        if token_sums.bf16_library() is None:
+            pytest.skip("this CPU has no AVX512-BF16")
+        return BF16
+    monkeypatch.setattr(token_sums, "bf16_library", lambda: None)
+    return 0
+
+
+def correction(w, h, d, r, ridge, n_threads=2):
+    """Return W' - W."""
+    corrected = w.copy()
+    with ThreadPoolExecutor(n_threads) as pool:
+        _correction.Corrector(h, ridge, pool).correct(corrected, d, r)
+    return corrected - w
 
 
 def make_streams(seed: int = 0):
@@ -62,39 +86,108 @@ def make_arrays(seed: int) -> ChunkArrays:
     return ChunkArrays((x, x_made), None, {NAMES[0]: (r, r_made)})
 
 
-def test_sums_over_chunks_match_numpy():
+def test_correction_of_several_blocks(monkeypatch):
+    """Blocks of the factorization, the last smaller, against one; on more threads the result is the same."""
+    x, x_made, r, r_made, w = make_streams()
+    h, d = x_made.T @ x_made, (x - x_made).T @ x_made
+    results = []
+    for panel, n_threads in ((256, 1), (7, 1), (7, 3)):
+        monkeypatch.setattr(_correction, "PANEL", panel)
+        results.append(correction(w, h, d, None, 0.1, n_threads))
+    exact = np.linalg.solve(h + 0.1 * np.trace(h) / COLUMNS * np.eye(COLUMNS), (w @ d).T.astype(np.float64)).T
+    for result in results:  # backward error of a Cholesky factorization, times the condition number, at most 1 + COLUMNS/0.1
+        np.testing.assert_allclose(result, exact, rtol=0, atol=COLUMNS * 2**-24 * (1 + COLUMNS / 0.1) * np.abs(exact).max())
+    assert results[1].tobytes() == results[2].tobytes()
+
+
+def test_sums_over_chunks_match_numpy(rounding):
     group = ProductGroup(COLUMNS, TOKENS, 0, 0, (WeightProduct(NAMES[0], ROWS, 1.0), WeightProduct(NAMES[1], ROWS, 0.0)))
     assert group.n_bytes(TOKENS) == sum(a.nbytes for pair in (make_arrays(0).x, make_arrays(0).residuals[NAMES[0]]) for a in pair)
     arrays = []
     for n_threads in (1, 3):
         with ThreadPoolExecutor(n_threads) as pool:
-            sums = Sums(group)
+            sums = Sums(group, pool)
             for seed in (0, 1):
-                sums.add(make_arrays(seed), pool)
+                sums.add(make_arrays(seed))
+            sums.flush()
             arrays.append(sums)
     chunks = [make_streams(seed) for seed in (0, 1)]
     x, x_made, r, r_made = (np.concatenate([c[i] for c in chunks]).astype(np.float64) for i in range(4))
     expected = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
     for actual, exact in zip((sums.h[0], sums.d[0], sums.r[NAMES[0]]), expected, strict=True):
-        # Float32: TOKENS products and two additions, each rounded.
-        assert np.abs(actual - exact).max() <= (TOKENS + 2) * 2**-24 * np.abs(x_made).max() * (np.abs(x).max() + np.abs(r).max()) * 2 * TOKENS
+        # Float32: TOKENS products and two additions, each rounded; and the factors are.
+        assert np.abs(actual - exact).max() <= ((TOKENS + 2) * 2**-24 + rounding) * np.abs(x_made).max() * (np.abs(x).max() + np.abs(r).max()) * 2 * TOKENS
         assert np.corrcoef(actual.ravel(), exact.ravel())[0, 1] > 0.999999
     assert sums.counts.tolist() == [2 * TOKENS] and list(sums.r) == [NAMES[0]]
     for field in ("h", "d", "counts"):
         assert getattr(arrays[0], field).tobytes() == getattr(arrays[1], field).tobytes()
 
 
+def test_narrow_product_needs_no_d(rounding):
+    """W (x - x^) + r - r^ is summed in place of D and R if the matrix has fewer rows than columns."""
+    scale, w = 0.5, make_streams()[4]
+    groups = [ProductGroup(COLUMNS, TOKENS, 0, 0, (WeightProduct(NAMES[0], rows, scale),)) for rows in (ROWS, COLUMNS)]
+    assert [sole_narrow_product(g) for g in groups] == [groups[0].products[0], None]
+    with ThreadPoolExecutor(2) as pool:
+        both = [Sums(groups[0], pool, weights=weights) for weights in (w, None)]
+        for sums in both:
+            sums.add(make_arrays(1))
+            sums.flush()
+    direct, r = (s.residual_sums(groups[0].products[0]) for s in both)
+    exact = w @ both[1].d[0] + r
+    assert both[0].d is None and both[0].h.tobytes() == both[1].h.tobytes()
+    # float32 sums of TOKENS products and of COLUMNS; errors of different tokens are independent, hence the norms
+    assert np.linalg.norm(direct - exact) <= (COLUMNS * TOKENS * 2**-24 + 2 * rounding) * np.linalg.norm(exact)
+
+
+def test_full_buffer_is_computed(rounding, monkeypatch):
+    """The sums are the same if they are read and written for each product, and if each call has another view of them."""
+    arrays, results = [make_streams(seed)[1] for seed in range(3)], []
+    for n_bytes in (token_sums.BUFFER, 1):
+        monkeypatch.setattr(token_sums, "BUFFER", n_bytes)
+        totals = np.zeros((1, COLUMNS, COLUMNS), np.float32)
+        with ThreadPoolExecutor(2) as pool:
+            sums = token_sums.TokenSums(pool)
+            for x in arrays:
+                packed = token_sums.pack(x)
+                sums.add(totals[0], packed, packed)
+            assert len(sums._products) <= 1
+            sums.flush()
+        results.append(totals.tobytes())
+    assert results[0] == results[1] and totals.any()
+
+
+@pytest.mark.parametrize(("rows", "columns", "n_tokens"), [(1, 1, 1), (15, 49, 3), (300, 33, 64), (17, 580, 1100)])
+def test_sums_of_any_shape(rows, columns, n_tokens, rounding):
+    """Rows and columns beside multiples of the kernel's tiles; nothing beside them is written."""
+    rng = np.random.default_rng(rows)
+    left, right = (rng.standard_normal((n_tokens, n + 5)).astype(np.float32)[:, 2 : n + 2] for n in (rows, columns))
+    guarded = np.zeros((rows + 1, columns), np.float32)
+    with ThreadPoolExecutor(2) as pool:
+        sums = token_sums.TokenSums(pool)
+        sums.add(guarded[:-1], token_sums.pack(left), token_sums.pack(right))
+        sums.flush()
+        transposed = np.zeros_like(guarded[:-1])
+        sums.add(transposed, token_sums.pack(left.T, is_transposed=True), token_sums.pack(np.ascontiguousarray(right.T), is_transposed=True))
+        sums.flush()
+    assert transposed.tobytes() == guarded[:-1].tobytes()
+    bound = (rounding + (n_tokens + 1) * 2**-24) * (np.abs(left).T.astype(np.float64) @ np.abs(right))
+    assert (np.abs(guarded[:-1] - left.T.astype(np.float64) @ right) <= bound).all() and not guarded[-1].any()
+
+
 @pytest.mark.parametrize("own_inputs", [False, True])
-def test_sums_of_experts_match_numpy(own_inputs):
+def test_sums_of_experts_match_numpy(own_inputs, monkeypatch):
     """own_inputs: each expert of a token has its own input, as ffn_down_exps."""
     rng = np.random.default_rng(2)
     n_tokens, used, n_experts = 50, 2, 5
     ids = [np.array([rng.permutation(n_experts - 1)[:used] for _ in range(n_tokens)], np.int32) for _ in range(2)]  # the last gets none
     n_inputs = n_tokens * (used if own_inputs else 1)
     x = [rng.standard_normal((n_inputs, 4)).astype(np.float32) for _ in range(2)]
-    sums = Sums(ProductGroup(4, n_inputs, used, n_experts, (WeightProduct("blk.0.ffn_down_exps.weight", 3, 0.0),)))
+    monkeypatch.setattr(token_sums, "bf16_library", lambda: None)
     with ThreadPoolExecutor(2) as pool:
-        sums.add(ChunkArrays(tuple(x), tuple(ids), {}), pool)
+        sums = Sums(ProductGroup(4, n_inputs, used, n_experts, (WeightProduct("blk.0.ffn_down_exps.weight", 3, 0.0),)), pool)
+        sums.add(ChunkArrays(tuple(x), tuple(ids), {}))
+        sums.flush()
     h, d, counts = np.zeros((n_experts, 4, 4)), np.zeros((n_experts, 4, 4)), np.zeros(n_experts)
     for token in range(n_tokens):
         for slot, expert in enumerate(ids[1][token]):

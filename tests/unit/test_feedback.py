@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ggml_ext._encode.feedback import GROUP, LEAST_DAMPING, encode_with_row_feedback, make_row_spans, oas_weight, order_rows
+from ggml_ext._native import token_sums
 from ggml_ext._native.streams import ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import SINKS, RowSums
 
@@ -33,7 +34,7 @@ def decode(data: np.ndarray) -> np.ndarray:
 
 
 def encode_with_feedback(w: np.ndarray, g: list[np.ndarray], n_tokens: float = 1e4):
-    return encode_with_row_feedback(w, make_row_spans(g, n_tokens), encode, decode, 1, map)
+    return encode_with_row_feedback(w, make_row_spans(g, n_tokens, map), encode, decode, 1, map)
 
 
 @pytest.mark.parametrize("start", range(GROUP, ROWS, GROUP))
@@ -41,7 +42,7 @@ def test_targets_minimize_the_cost_of_later_rows(start):
     """The errors of the group and all later rows have the least cost, given the errors of earlier rows."""
     w, g, n_tokens = make_weights(), make_moments(ROWS).astype(np.float64), 300
     errors = 0.1 * np.random.default_rng(2).standard_normal((ROWS, COLUMNS)).astype(np.float32)
-    (rows,) = make_row_spans([g.astype(np.float32)], n_tokens)
+    (rows,) = make_row_spans([g.astype(np.float32)], n_tokens, map)
     part = oas_weight(g, n_tokens)
     assert part > LEAST_DAMPING
     a = ((1 - part) * g + part * np.trace(g) / ROWS * np.eye(ROWS))[np.ix_(rows.order, rows.order)]
@@ -96,7 +97,7 @@ def test_splitting_the_rows_leaves_the_bytes_unchanged(sizes):
     expected, values = encode_with_feedback(w, g)
     for n_threads in (2, 3, 5, 64):
         with ThreadPoolExecutor(3) as pool:
-            assert np.array_equal(encode_with_row_feedback(w, make_row_spans(g, 1e4), encode, decode, n_threads, pool.map)[0], expected)
+            assert np.array_equal(encode_with_row_feedback(w, make_row_spans(g, 1e4, map), encode, decode, n_threads, pool.map)[0], expected)
     first = 0
     for n, g_part in zip(sizes, g, strict=True):  # rows of different parts are independent
         assert np.array_equal(encode_with_feedback(w[first : first + n], [g_part])[1], values[first : first + n])
@@ -126,17 +127,19 @@ def test_shrinkage_helps_with_few_tokens():
     assert oas_weight(padded, 100) == pytest.approx(oas_weight(true, 100))
 
 
-def test_gradient_sums_match_numpy():
+def test_gradient_sums_match_numpy(monkeypatch):
     """Sums cover dependent rows and all positions but the first of a chunk; experts have none."""
     rng, n_rows = np.random.default_rng(0), 300
     groups = [ProductGroup(8, 10, 0, 0, (WeightProduct("a", 700, 0.0),)), ProductGroup(8, 10, 2, 4, (WeightProduct("experts", 64, 0.0),))]
     g = rng.standard_normal((40, 700)).astype(np.float32)
     g[7] = 0
     assert SINKS == 1
-    sums = RowSums(groups, n_rows)
+    monkeypatch.setattr(token_sums, "bf16_library", lambda: None)
     with ThreadPoolExecutor(2) as pool:
+        sums = RowSums(groups, n_rows, pool)
         for chunk in (g[:25], g[25:]):
-            sums.add({"a": chunk}, pool)
+            sums.add({"a": chunk})
+        sums.flush()
     assert list(sums.g) == ["a"] and [len(part) for part in sums.g["a"]] == [300, 300, 100]
     for i, part in enumerate(sums.g["a"]):
         u = np.delete(g / np.maximum(np.linalg.norm(g, axis=1, keepdims=True), 1e-30), [0, 7, 25], axis=0)[:, i * n_rows : (i + 1) * n_rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
@@ -56,6 +56,10 @@ class Console:
     def note(self, text: str) -> None:
         if not self.quiet:
             self.tell("note", text)
+
+    def notes(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.note(text)
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -47,12 +47,18 @@ def ignore_signals() -> None:
             signal.signal(n, _IgnoringHandler())
 
 
-@contextlib.contextmanager
-def stop_after_writing(state: str) -> Iterator[None]:
-    """Raise StopRequest for signals again after ignore_signals(). state: of the written output, for the message."""
+def heed_signals() -> list[int]:
+    """Raise StopRequest for signals again after ignore_signals(). Return the signals that were ignored."""
     ignored = [n for n in SIGNALS if isinstance(signal.getsignal(n), _IgnoringHandler)] if can_set_handlers() else []
     for n in ignored:
         signal.signal(n, _StopHandler())
+    return ignored
+
+
+@contextlib.contextmanager
+def stop_after_writing(state: str | None) -> Iterator[None]:
+    """Heed signals in the block. state: of the written output, for the message; None if there is none yet."""
+    ignored = heed_signals()
     try:
         yield
     except StopRequest as e:

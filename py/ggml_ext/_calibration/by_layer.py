@@ -17,13 +17,13 @@ import numpy as np
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.products import add_product
 from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import BLOCK, BLOCK_SIZE, COUNTS, KIND, OWNERS, VALUES, WEIGHTS, block_starts, pack_triangle, packed_size
 from .._formats.imatrix import COUNTS as TOKENS
 from .._formats.imatrix import KEYS, SUMS
 from .._native.programs import find_tool
 from .._native.streams import LayerStreams, ProductGroup
+from .._native.token_sums import TokenSums, pack
 
 PROGRAM = "ggml-ext-streams"
 N_CHECKED = 32  # tokens of the run that checks whether the graph can be cut
@@ -67,17 +67,15 @@ class InputSums:
         blocks = [[np.zeros((width, width), np.float32) for width in widths] for _ in range(n_experts)]
         return cls(len(list_weights(group)), blocks, np.zeros(n_experts, np.float32))
 
-    def add(self, x: np.ndarray, ids: np.ndarray | None, pool: ThreadPoolExecutor) -> None:
+    def add(self, x: np.ndarray, ids: np.ndarray | None, sums: TokenSums) -> None:
         """Add the inputs of a chunk: LayerStreams.collect_inputs()."""
-        jobs = []
         for expert, blocks in enumerate(self.blocks):
             own, start = x if ids is None else _select_tokens(x, ids, expert), 0
             self.counts[expert] += len(own)
             for block in blocks:
-                part = own[:, start : start + len(block)]
+                part = pack(own[:, start : start + len(block)])
                 start += len(block)
-                jobs.append((block, part, part))
-        add_product(jobs, pool)
+                sums.add(block, part, part)
 
     def arrays(self) -> Iterator[np.ndarray]:
         """Yield the arrays of list_arrays()."""
@@ -146,12 +144,13 @@ def collect_by_layer(
         with contextlib.closing(writer), console.bar(title, len(layers) * streams.n_chunks, "chunk") as bar:
             for k, groups in enumerate(layers):
                 streams.enter_layer(k)
-                sums = [InputSums.empty(group, kind_of(group.columns)) for group in groups]
+                totals, sums = [InputSums.empty(group, kind_of(group.columns)) for group in groups], TokenSums(pool)
                 for chunk in range(streams.n_chunks):
-                    for total, (x, ids) in zip(sums, streams.collect_inputs(k, chunk), strict=True):
-                        total.add(x, ids, pool)
+                    for total, (x, ids) in zip(totals, streams.collect_inputs(k, chunk), strict=True):
+                        total.add(x, ids, sums)
                     bar.update()
-                for total in sums:
+                sums.flush()
+                for total in totals:
                     for array in total.arrays():
                         writer.write_tensor_data(array)
 

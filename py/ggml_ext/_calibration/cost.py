@@ -46,6 +46,8 @@ class Input:
     n_columns: int
     n_matrices: int  # 1 or the number of experts
     n_used: int  # of these per token
+    n_tensors: int = 1  # with this input
+    n_rows: int = 0  # of these tensors, all experts together
 
     def n_bytes(self, kind: str) -> int:
         """Return the bytes of the Hessians and their diagonals, in memory and in the file."""
@@ -77,7 +79,8 @@ class CalibrationCost:
         sizes = {t.name: t.n_elements for t in file.tensors}
         weights: Counter[GGMLQuantizationType] = Counter()
         n_layers = n_layers_run(file)
-        inputs, n_weights_used = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0)))
+        inputs: dict[tuple[int, str, int], Input] = {}
+        n_weights_used = float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0)))
         factorizations: Counter[int] = Counter()
         for t in file.tensors:
             name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
@@ -88,7 +91,9 @@ class CalibrationCost:
             layer, stem = int(name[1]), name[2]
             if n_layers is not None and layer >= n_layers:
                 continue
-            inputs[layer, SHARED.get(stem, stem), t.ne[0]] = Input(layer, t.ne[0], n_matrices, used)
+            key = layer, SHARED.get(stem, stem), t.ne[0]
+            before = inputs.get(key, Input(layer, t.ne[0], n_matrices, used, 0))
+            inputs[key] = replace(before, n_tensors=before.n_tensors + 1, n_rows=before.n_rows + t.n_elements // t.ne[0])
             weights[t.type] += t.n_elements
             n_weights_used += t.n_elements * used / n_matrices
             factorizations[t.ne[0]] += n_matrices * t.ne[0] ** 3 // 3

@@ -50,13 +50,13 @@ class CalibrationOptions:
         help=f"proxy model: {', '.join(proxy.TYPES)}, a GGUF file, or {proxy.SOURCE}: the model itself (default: what fits in --memory)",
     )
     propagate: bool | None = option(
-        None, record=9, help="quantize layer by layer, so that each corrects the errors of those before it (default: with --effort best)"
+        None, record=9, help="quantize layer by layer, so that each corrects the errors of those before it (default: except with --effort fast)"
     )
     column_scales: bool | None = option(
         None, help="scale columns, and fold the inverse into the tensors before them (default: for ggml-ext's types with Hessians)"
     )
     devices: DeviceOptions = field(default_factory=DeviceOptions)
-    propagates_by_effort: bool = False  # --effort best adds --propagate
+    propagates_by_default: bool = False  # --propagate is the default with the other options
 
     @property
     def runs_model(self) -> bool:
@@ -64,11 +64,11 @@ class CalibrationOptions:
 
     @property
     def propagates(self) -> bool:
-        return bool(self.propagate) or self.propagates_by_effort
+        return bool(self.propagate) or self.propagates_by_default
 
     @property
     def may_do_without(self) -> bool:
-        """Whether --propagate is skipped if the model does not support it."""
+        """Whether --propagate, if it is the default, is skipped where the model does not support it."""
         return self.propagate is None
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from .._allocation.allocation import Allocation, add_needed_low_types, allocate_types, allocate_without_measuring
@@ -16,7 +17,9 @@ from .._allocation.target import Target
 from .._base.console import BarsOnly, Console
 from .._base.encoding import to_json
 from .._base.errors import UserError
+from .._base.files import temporary_directory
 from .._base.package import __version__
+from .._base.signals import heed_signals
 from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, check_hessians
@@ -25,7 +28,7 @@ from .._encode.accuracy import MeasuredTensor
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.column_scales import ColumnScales, ScaledFile
-from .._formats.gguf_file import GGUFFile, pack_header, string_value
+from .._formats.gguf_file import GGUFFile, bits_per_weight, pack_header, string_value
 from .._formats.names import describe_tensors
 from .._formats.quality import RecordedQuality
 from .._formats.split import PARTS_KEY
@@ -53,11 +56,12 @@ from .estimate import Estimate, estimate
 from .opening import OpenedModel, open_model, plan_of_part
 from .output_quality import check_evaluation, evaluate_output
 from .settings import Settings
-from .target_check import check_target, list_fixed_types
+from .target_check import TEMPORARY, check_target, fixed_settings, list_fixed_types
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
-SKIPPING = f"skipping {FLAG} (implied by --effort best)"
+SKIPPING = "no sequential quantization"
+GAINING_BITS = 5  # per weight, up to which sequential quantization is the default: at 4.5 it still gains 14 to 39 % (docs/results/sequential.md)
 PART_HEADER = 1024  # bytes of the header of a later part, without the names of its tensors
 
 
@@ -88,6 +92,7 @@ def quantize(settings: Settings, console: Console) -> Result:
             job = select_job(settings, job, console)
             if model.output is None:
                 return report_dry_run(settings, job, console)
+            job = compare_before_propagation(settings, model, job, console)
             if not console.quiet and (expected := estimate_time(settings, job)):
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
@@ -124,23 +129,52 @@ def keep_better(
     settings: Settings, model: OpenedModel, writing: QuantizeWritingJob, written: WrittenFile, console: Console
 ) -> tuple[QuantizeWritingJob, WrittenFile]:
     """Compare the types chosen for a size with the best fixed type, and return what wrote the better file."""
-    if (allocation := writing.job.allocation) is None:
+    if (allocation := writing.job.allocation) is None or allocation.check or writing.job.propagation_config is not None:
         return writing, written
-    silent = BarsOnly(console)
-
-    def write(other: Settings) -> tuple[QuantizeWritingJob, WrittenFile]:
-        assert other.output.path is not None
-        with contextlib.ExitStack() as stack:
-            fixed_model = replace(model, output=stack.enter_context(Output(other.output.path, force=True)))
-            fixed = prepare_writing(other, fixed_model, plan_job(other, fixed_model, silent), silent, stack)
-            return fixed, fixed.write(silent)
-
-    allocation, result = check_target(settings, model.file, allocation, written.paths[0], write, console)
+    path = written.paths[0]
+    allocation, result = check_target(
+        settings, model.file, allocation, path, partial(write_quietly, model, console), console, state=f"{path} is complete, with the chosen types"
+    )
     if result is not None:
         writing, written = replace(result[0], output=writing.output), replace(result[1], paths=written.paths)
         for n, tensor in enumerate(written.results, 1):
             console.event("tensor", {"index": n, "of": len(written.results), **tensor.record()})
     return replace(writing, job=replace(writing.job, allocation=allocation)), written
+
+
+def write_quietly(
+    model: OpenedModel, console: Console, settings: Settings, job: QuantizationJob | None = None
+) -> tuple[QuantizeWritingJob, WrittenFile]:
+    """Write a file to compare with, showing progress bars alone. job: what to write; None: plan it."""
+    assert settings.output.path is not None
+    silent = BarsOnly(console)
+    with contextlib.ExitStack() as stack:
+        own = replace(model, output=stack.enter_context(Output(settings.output.path, force=True)))
+        writing = prepare_writing(settings, own, job or plan_job(settings, own, silent), silent, stack)
+        return writing, writing.write(silent)
+
+
+def compare_before_propagation(settings: Settings, model: OpenedModel, job: QuantizationJob, console: Console) -> QuantizationJob:
+    """Compare the types chosen for a size with the best fixed type, and return the job of the better one.
+
+    Both files are written without sequential quantization, which takes longer than both and gains about as much with one as with the other.
+    """
+    if job.propagation_config is None or job.allocation is None or job.allocation.rival is None:
+        return job
+    assert model.output is not None
+    plain = settings.without_propagation()
+    with temporary_directory(model.output.path.parent, TEMPORARY, console.note) as directory:
+        path = directory / model.output.path.name
+        console.note("encoding the chosen types without sequential quantization, to compare them; --no-target-check skips this")
+        chosen = replace(plain, output=replace(plain.output, path=path))
+        write_quietly(model, console, chosen, replace(job, propagation_config=None))
+        heed_signals()
+        write = partial(write_quietly, model, console)
+        allocation, better = check_target(plain, model.file, job.allocation, path, write, console, state=None)
+    heed_signals()
+    if better is not None:
+        job = plan_job(fixed_settings(settings, allocation.check["written"], settings.output.path), model, BarsOnly(console))
+    return replace(job, allocation=allocation)
 
 
 def prepare_upload(settings: Settings, console: Console) -> Destination | None:
@@ -159,8 +193,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
     uses = GraphUses.read(model.file, settings.calibration.imatrix_names())
     plan = make_plan(model.file, choices, has_imatrix, uses)
     report_options_without_effect(plan, choices)
-    for note in plan.notes:
-        console.note(note)
+    console.notes(plan.notes)
     if target is None:
         check_fallbacks(plan, choices.no_fallback)
     codec = settings.encoder.load(settings.n_threads)
@@ -171,8 +204,9 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
             check_encoders(codec, plan, choices.fallback_above is not None)
         model.plan_parts(plan, settings, {})
         check_source(model.file, plan_of_part(plan, settings), codec, console, n_threads=settings.n_threads, candidates={})
-        config = prepare_propagation(plan, settings, model, console)
+        config, notes = prepare_propagation(plan, settings, model, console)
         importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
+        console.notes(notes)
         importance.scales = choose_scales(settings, model, plan, importance, console)
         job = QuantizationJob(model.file, plan, choices, codec, importance, propagation_config=config)
     if not is_dry or target is not None:
@@ -192,15 +226,18 @@ def choose_scales(settings: Settings, model: OpenedModel, plan: QuantizationPlan
     )
 
 
-def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
-    """Configure --propagate and mark the matrices that it covers; None without it, or if --effort best implies it in vain."""
+def prepare_propagation(
+    plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console
+) -> tuple[PropagationConfig | None, list[str]]:
+    """Configure sequential quantization and mark the matrices that it covers.
+
+    Return the configuration, or None without it; and, if it is the default but does not apply, a note with the reason.
+    """
     options = settings.calibration
-    if options.may_do_without and not any(metric_name(t.type) for t in plan.tensors):
-        return None
-    if settings.excludes_propagate:
-        console.note(f"{SKIPPING}: {settings.excludes_propagate} excludes it")
+    if options.may_do_without and not any(metric_name(t.type) and bits_per_weight(t.type) <= GAINING_BITS for t in plan.changed):
+        return None, []
     if not options.propagates:
-        return None
+        return None, [f"{SKIPPING}: {settings.excludes_propagate} excludes it"] if settings.excludes_propagate else []
     try:
         config = configure_propagation(options, model.file, cache_dir(settings), settings.n_threads, console)
         if options.may_do_without and model.output is not None:
@@ -208,15 +245,14 @@ def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: Opene
     except UserError as e:
         if not options.may_do_without:
             raise
-        console.note(f"{SKIPPING}: {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
-        return None
+        return None, [f"{SKIPPING}: {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}"]
     if settings.target is None:  # the calibration for a target uses these options, and has marked the matrices already
         if options.ignored_by_propagate:
             console.note(f"no effect with {FLAG}: {', '.join(options.ignored_by_propagate)}")
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
         check_imatrix_types(plan)
-    return config
+    return config, []
 
 
 def plan_job_for_target(
@@ -256,7 +292,8 @@ def plan_job_for_target(
     model.plan_parts(plan, settings, {})  # final sizes
     if settings.output.part is not None:  # the types decide which tensors the part has
         check_source(file, plan_of_part(plan, settings), codec, console, n_threads=settings.n_threads, candidates={})
-    config = prepare_propagation(plan, settings, model, console)
+    config, notes = prepare_propagation(plan, settings, model, console)
+    console.notes(notes)
     importance.scales = scales  # errors were measured without them
     return QuantizationJob(file, plan, choices, codec, importance, allocation, propagation_config=config)
 

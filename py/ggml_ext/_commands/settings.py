@@ -24,6 +24,9 @@ from .._source.checkpoint import AS_STORED
 from .._source.source import SourceOptions
 from .options import OutputOptions, QuantizeOptions, TypeOptions
 
+# Options for other purposes, which exclude sequential quantization. Those that say how to calibrate speak for themselves.
+NOTED = ("--include-weights", "--exclude-weights", "--fallback-above")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -33,7 +36,7 @@ class Settings:
         choices: the types that options name.
         target: the limit that allocation observes; None without one.
         command: the command line, for a model card.
-        excludes_propagate: the option because of which --effort best does not imply --propagate; empty if it does.
+        excludes_propagate: the option because of which --propagate is not the default, where that deserves a note.
     """
 
     types: TypeOptions
@@ -63,28 +66,30 @@ class Settings:
         types.check()
         check_part(options)
         n_threads = check_threads(options.threads)
-        is_implied = options.calibration.propagate is None and options.encoder.effort == "best"
+        is_default = options.calibration.propagate is None and options.encoder.effort != "fast"
         excludes = options.calibration.excludes_propagate or ("--fallback-above" if types.fallback_above is not None else "")
-        calibration = replace(options.calibration, propagates_by_effort=is_implied and not excludes)
+        calibration = replace(options.calibration, propagates_by_default=is_default and not excludes and options.output.part is None)
         calibration.check()
         options.output.check()
         return cls(
             types=types, source=source, choices=parse_choices(types, file_type, target), target=target, calibration=calibration,
             encoder=options.encoder, output=options.output, n_threads=n_threads,
-            command=command_line(["ggml-ext", "quantize"], options), excludes_propagate=excludes if is_implied else "",
+            command=command_line(["ggml-ext", "quantize"], options), excludes_propagate=excludes if is_default and excludes in NOTED else "",
         )
+
+    def without_propagation(self) -> Settings:
+        return replace(self, calibration=replace(self.calibration, propagate=False, propagates_by_default=False))
 
     def describe_options(self, types: Iterable[GGMLQuantizationType], propagates: bool) -> str:
         """Describe the options that determine the output's bytes, for its metadata.
 
         Args:
             types: the types in the output; encoder options of other types are omitted.
-            propagates: --propagate is in effect, by the option or by --effort best.
+            propagates: --propagate is in effect, by the option or by default.
         """
         calibration = replace(self.calibration, propagate=propagates)
         options = QuantizeOptions(types=self.types, calibration=calibration, encoder=self.encoder)
         return describe_record(options, {qtype.name.lower() for qtype in types})
-
 
     def uses_column_scales(self, plan: QuantizationPlan, importance: Importance) -> bool:
         """Whether the run chooses column scales: by the option, else for ggml-ext's types with Hessians.

@@ -64,7 +64,7 @@ def list_fixed_types(settings: Settings, file: GGUFFile, uses: GraphUses) -> lis
     target = settings.target
     if target is None or target.kind == "kld" or settings.types.no_target_check or settings.output.is_dry or settings.output.is_split:
         return []
-    if not settings.calibration.runs_model or settings.calibration.propagates or find_tool("llama-perplexity") is None:
+    if not settings.calibration.runs_model or find_tool("llama-perplexity") is None:
         return []
     if describe_other_model(file) or not file.strings(TOKENS):
         return []
@@ -96,25 +96,26 @@ def fixed_settings(settings: Settings, name: str, path: Path | None = None) -> S
 
 
 def check_target(
-    settings: Settings, file: GGUFFile, allocation: Allocation, path: Path, write: Callable[[Settings], Written], console: Console
+    settings: Settings, file: GGUFFile, allocation: Allocation, path: Path, write: Callable[[Settings], Written], console: Console, *,
+    state: str | None,
 ) -> tuple[Allocation, Written | None]:
-    """Write the best fixed type too, measure both, and keep the better file as OUT.
+    """Write the best fixed type too, measure both, and keep the better file.
 
     Args:
         settings: of the run.
         file: the source.
         allocation: the chosen types, with their rival.
-        path: OUT, which has the chosen types.
+        path: the file with the chosen types.
         write: writes the file of other settings.
         console: for notes and the progress bars.
+        state: of OUT, for the message if a signal ends the run; None if the files are not OUT, but the same without sequential quantization.
 
     Returns:
-        The types of OUT with the comparison in their notes, and what write() returned if OUT has the fixed type.
+        The types of the file with the comparison in their notes, and what write() returned if these are the fixed type's.
     """
     if allocation.rival is None:
         return allocation, None
     name, fixed = allocation.rival
-    state = f"{path} is complete, with the chosen types"
     console.note(
         f"comparing with {name}, the best fixed type for this size: encoding it and three runs of {CHUNKS} chunks; --no-target-check skips this"
     )
@@ -140,7 +141,7 @@ def check_target(
         return allocation, None
     kept = allocations[is_better]
     record = {"written": names[is_better], "files": [c.record() for c in checked], "paired": difference and list(difference)}
-    return replace(kept, notes=[*kept.notes, *_describe(checked, difference, is_better)], check=record), written if is_better else None
+    return replace(kept, notes=[*kept.notes, *_describe(checked, difference, is_better, is_final=state is not None)], check=record), written if is_better else None
 
 
 def _measure(
@@ -164,7 +165,7 @@ def _measure(
     return [statistics[KLD] for statistics, _ in results], [log for _, log in results]
 
 
-def _describe(checked: list[CheckedFile], difference: Figure | None, is_fixed: bool) -> list[str]:
+def _describe(checked: list[CheckedFile], difference: Figure | None, is_fixed: bool, *, is_final: bool) -> list[str]:
     """Describe the comparison for the summary."""
     kept, other = checked[is_fixed], checked[not is_fixed]
     fixed = checked[1].name
@@ -172,7 +173,7 @@ def _describe(checked: list[CheckedFile], difference: Figure | None, is_fixed: b
     gain = 1 - kept.measured.value / other.measured.value if other.measured.value > 0 else 0.0
     paired = "" if difference is None else f", difference {abs(difference.value):.2g} +- {difference.error or 0:.2g}"
     return [
-        f"measured KL divergence {kept.describe()}: {gain:.1%} less than that of {named}{paired}",
+        f"measured KL divergence {'' if is_final else 'without sequential quantization '}{kept.describe()}: {gain:.1%} less than that of {named}{paired}",
         f"{title}, {other.n_bytes / MIB:,.2f} MiB: {other.describe()}",
         *([f"{fixed} was written in place of the chosen types, which measured worse"] if is_fixed else []),
     ]

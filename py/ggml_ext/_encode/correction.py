@@ -11,6 +11,8 @@ under H.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 from .._formats.hessians import regularization
@@ -19,6 +21,7 @@ from .._formats.hessians import regularization
 # remains.
 RIDGE = 6
 LEAST_RIDGE = 0.03  # with many tokens
+PANEL = 256  # rows and columns of a block of the factorization
 
 
 def choose_ridge(columns: int, n_tokens: float) -> float:
@@ -30,23 +33,79 @@ def choose_ridge(columns: int, n_tokens: float) -> float:
     return regularization(RIDGE, LEAST_RIDGE, columns, n_tokens)
 
 
-def correction(weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray | None, ridge: float) -> np.ndarray:
-    """Compute W' - W, float32 (rows, columns).
+class Corrector:
+    """Corrects matrices that have the same inputs. The results do not depend on the number of threads."""
 
-    Args:
-        weights: W, float32 (rows, columns).
-        h: H, float (columns, columns), of the same scale as D and R.
-        d: D, float (columns, columns).
-        r: R, divided by the factor of the product in the residual stream, float (rows, columns); None if the product is not added to one.
-        ridge: choose_ridge().
+    def __init__(self, h: np.ndarray, ridge: float, pool: ThreadPoolExecutor):
+        """Factorize H.
 
-    Raises:
-        LinAlgError: H is singular in spite of the ridge.
-    """
-    right_side = (weights @ d.astype(np.float32)).astype(np.float64)
-    if r is not None:
-        right_side += r
-    mean = float(np.trace(h)) / len(h)
-    if not mean:  # without inputs there are no errors
-        return np.zeros_like(weights)
-    return np.linalg.solve(h + ridge * mean * np.eye(len(h)), right_side.T).T.astype(np.float32)
+        Args:
+            h: H, float32 (columns, columns), of any scale.
+            ridge: choose_ridge().
+            pool: of the threads.
+
+        Raises:
+            LinAlgError: H is singular in spite of the ridge.
+        """
+        mean = float(np.trace(h)) / len(h)
+        self._pool, self._factors = pool, np.zeros(len(h), np.float32)
+        if not mean:  # without inputs there are no errors
+            return
+        diagonal = np.diagonal(h) + np.float32(ridge * mean)
+        if not diagonal.min() > 0:
+            raise np.linalg.LinAlgError("a diagonal element is not positive")
+        # With a diagonal of ones, loud columns do not spoil the accuracy of single precision.
+        self._factors = (1 / np.sqrt(diagonal)).astype(np.float32)
+        self._factor = h * self._factors
+        self._factor *= self._factors[:, None]
+        np.fill_diagonal(self._factor, 1)
+        self._inverses = _factorize(self._factor, pool)
+
+    def correct(self, weights: np.ndarray, d: np.ndarray | None, r: np.ndarray | None) -> None:
+        """Replace W by W', float32 (rows, columns).
+
+        Args:
+            weights: W.
+            d: D, float32 (columns, columns), of the same scale as H; None if R includes W D.
+            r: R, divided by the factor of the product in the residual stream, float32 (rows, columns); None if the product is not added to one.
+        """
+        if not self._factors.any():
+            return
+
+        def correct_panel(first: int) -> None:
+            rows = weights[first : first + PANEL]
+            change = rows @ d if d is not None else np.zeros_like(rows)
+            if r is not None:
+                change += r[first : first + PANEL]
+            change *= self._factors
+            _solve_rows(change, self._factor, self._inverses)
+            rows += change * self._factors
+
+        list(self._pool.map(correct_panel, range(0, len(weights), PANEL)))
+
+
+def _factorize(a: np.ndarray, pool: ThreadPoolExecutor) -> list[np.ndarray]:
+    """Replace the lower triangle of a positive definite matrix by its Cholesky factor, and return the inverses of the factor's diagonal blocks."""
+    starts, inverses = range(0, len(a), PANEL), []
+    for k in starts:
+        end = k + PANEL
+        inverses.append(inverse := np.linalg.inv(np.linalg.cholesky(a[k:end, k:end])))
+
+        def divide(i: int, k: int = k, end: int = end, inverse: np.ndarray = inverse) -> None:
+            a[i : i + PANEL, k:end] = a[i : i + PANEL, k:end] @ inverse.T
+
+        def subtract(i: int, k: int = k, end: int = end) -> None:
+            a[i : i + PANEL, end : i + PANEL] -= a[i : i + PANEL, k:end] @ a[end : i + PANEL, k:end].T
+
+        for step in (divide, subtract):
+            list(pool.map(step, [i for i in starts if i >= end][::-1]))  # the longest first
+    return inverses
+
+
+def _solve_rows(rows: np.ndarray, factor: np.ndarray, inverses: list[np.ndarray]) -> None:
+    """Multiply rows by (L L^T)^-1 from the right, in place. factor: L, whose lower triangle counts."""
+    blocks = [(k, k + PANEL, inverse) for k, inverse in zip(range(0, len(factor), PANEL), inverses, strict=True)]
+    for k, end, inverse in blocks:
+        rows[:, k:end] = (rows[:, k:end] - rows[:, :k] @ factor[k:end, :k].T) @ inverse.T
+    for k, end, inverse in reversed(blocks):
+        rows[:, k:end] = (rows[:, k:end] - rows[:, end:] @ factor[end:, k:end]) @ inverse

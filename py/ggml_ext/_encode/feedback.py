@@ -70,33 +70,40 @@ def order_rows(g: np.ndarray) -> np.ndarray:
     Later rows compensate the errors of earlier ones, so the last group has the rows of least diagonal, whose errors cost least. Its rows
     are eliminated from G, and the group before it is chosen in the same way.
     """
-    remaining, groups = np.arange(len(g)), []
-    while len(remaining):
-        by_cost, n = np.argsort(np.diag(g), kind="stable"), len(remaining) % GROUP or GROUP
-        last, rest = by_cost[:n], by_cost[n:]
-        groups.append(remaining[last])
-        remaining = remaining[rest]
-        g = g[np.ix_(rest, rest)] - g[np.ix_(rest, last)] @ np.linalg.solve(g[np.ix_(last, last)], g[np.ix_(last, rest)])
+    eliminated = np.zeros_like(g)  # rows U: of U^T U + S, S the rest
+    diagonal, is_left, groups, n_done = np.diagonal(g).copy(), np.ones(len(g), bool), [], 0  # of S
+    while n_done < len(g):
+        n = (len(g) - n_done) % GROUP or GROUP
+        last = np.argsort(np.where(is_left, diagonal, np.inf), kind="stable")[:n]
+        rows = g[last] - eliminated[:n_done, last].T @ eliminated[:n_done]
+        rows = np.linalg.solve(np.linalg.cholesky(rows[:, last]), rows)
+        eliminated[n_done : n_done + n] = rows
+        diagonal -= (rows**2).sum(axis=0)
+        is_left[last] = False
+        groups.append(last)
+        n_done += n
     return np.concatenate(groups[::-1])
 
 
-def make_row_spans(statistics: Sequence[np.ndarray], n_tokens: float) -> list[RowSpan]:
+def make_row_spans(statistics: Sequence[np.ndarray], n_tokens: float, map_items: Callable[[Callable, Iterable], Iterable]) -> list[RowSpan]:
     """Damp G of each span of rows, choose its order and factorize it.
 
     Args:
         statistics: G of each span, in the order of the rows, float32 (rows, rows), finite, of any scale.
         n_tokens: number of tokens in the sums.
+        map_items: map() of a pool.
     """
-    spans, first = [], 0
-    for g in statistics:
-        weight, n = oas_weight(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
-        mean = float(np.trace(g)) / n or 1.0
-        damped = (1 - weight) * g.astype(np.float64) + max(weight, LEAST_DAMPING) * mean * np.eye(len(g))
-        order = order_rows(damped)
-        factor = np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
-        spans.append(RowSpan(first, order, factor.astype(np.float32)))
-        first += len(g)
-    return spans
+    firsts = np.cumsum([0, *(len(g) for g in statistics)])
+    return list(map_items(lambda item: _make_row_span(item[0], item[1], n_tokens), zip(firsts[:-1], statistics, strict=True)))
+
+
+def _make_row_span(first: int, g: np.ndarray, n_tokens: float) -> RowSpan:
+    weight, n = oas_weight(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
+    mean = float(np.trace(g)) / n or 1.0
+    damped = (1 - weight) * g.astype(np.float64) + max(weight, LEAST_DAMPING) * mean * np.eye(len(g))
+    order = order_rows(damped)
+    factor = np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
+    return RowSpan(int(first), order, factor.astype(np.float32))
 
 
 def encode_with_row_feedback(

@@ -26,7 +26,7 @@ class EncoderOptions:
     )
     effort: str = option(
         "normal", choices=tuple(EFFORTS), record=3, record_for=TRELLIS_TYPES,
-        help="scale candidates of itq*_t (1; 2 to 6; 6), sweeps of standard types (1; 2; 4); best adds --propagate (default: normal)",
+        help="scale candidates of itq*_t (1; 2 to 6; 6), sweeps of standard types (1; 2; 4); fast: no --propagate (default: normal)",
     )
     encoder: str = option(
         ENCODERS[0], choices=ENCODERS, in_command=False, help="implementation of the encoders; auto: c, else numpy; the bytes are the same (default: auto)"

@@ -29,7 +29,7 @@ SHRINKAGE, LEAST_SHRINKAGE = 8, 0.03
 # Tokens per column from which on full Hessians are used: then they are better than block-diagonal ones, or equal (docs/results/calibration.md).
 ENOUGH_TOKENS = 2
 ADVISED_TOKENS = 16  # per column, in the warning of too few
-WIDEST_EXACT = 4096  # columns up to which errors under a full Hessian include every row
+WIDEST_EXACT = 1536  # columns up to which errors under a full Hessian include every row
 
 
 def regularization(factor: float, least: float, columns: int, n_tokens: float) -> float:

@@ -19,7 +19,7 @@ from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from ..quants import ditto3
 from .programs import DIR_VARIABLE, library_conflict, native_dir
 
-ABI_VERSION = 8  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 9  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
@@ -79,6 +79,10 @@ _SIGNATURES: Signatures = {
     "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
     "ggml_ext_rotate": (None, [_floats, c_int64, c_int]),
     "ggml_ext_rotate_back": (None, [_floats, c_int64, c_int]),
+    "ggml_ext_has_bf16_sums": (c_bool, []),
+    "ggml_ext_pack_bf16": (None, [_floats, c_int64, c_int64, c_int64, c_void_p]),
+    "ggml_ext_pack_bf16_transposed": (None, [_floats, c_int64, c_int64, c_int64, c_void_p]),
+    "ggml_ext_add_bf16": (None, [_floats, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]),
     "ggml_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats]),
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
     "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
@@ -292,6 +296,28 @@ class Library:
     def rotate_back(self, x: np.ndarray) -> np.ndarray:
         """Invert rotate()."""
         return self._apply(self._dll.ggml_ext_rotate_back, x)
+
+    def has_bf16_sums(self) -> bool:
+        return self._dll.ggml_ext_has_bf16_sums()
+
+    def pack_bf16(self, x: np.ndarray, is_transposed: bool) -> np.ndarray:
+        """Pack the vectors of tokens, float32 (tokens, columns), or (columns, tokens) if they are transposed, for add_bf16(): uint32."""
+        if x.dtype != np.float32 or x.strides[1] != x.itemsize or x.strides[0] < 0:
+            x = np.ascontiguousarray(x, np.float32)
+        n_tokens, columns = x.shape[::-1] if is_transposed else x.shape
+        out = np.empty((n_tokens + 1) // 2 * (-columns // 16 * -16), np.uint32)
+        pack = self._dll.ggml_ext_pack_bf16_transposed if is_transposed else self._dll.ggml_ext_pack_bf16
+        pack(_pointer(x, c_float), x.strides[0] // x.itemsize, *x.shape, out.ctypes.data)
+        return out
+
+    def add_bf16(
+        self, sums: np.ndarray, left: np.ndarray, right: np.ndarray, n_tokens: int, first_row: int, end_row: int, first_column: int
+    ) -> None:
+        """Add left^T right to rows of sums, float32 (columns of left, columns of right): ggml_ext_add_bf16() in ggml-ext.h."""
+        _check_array(sums, np.float32, "sums")
+        self._dll.ggml_ext_add_bf16(
+            _pointer(sums, c_float), sums.shape[1], left.ctypes.data, right.ctypes.data, n_tokens, first_row, end_row, first_column
+        )
 
     @staticmethod
     def _apply(function: Callable[..., None], x: np.ndarray) -> np.ndarray:

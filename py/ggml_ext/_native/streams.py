@@ -98,8 +98,8 @@ class LayerStreams:
     """A running ggml-ext-streams, which computes the original and the quantized model layer by layer.
 
     The context manager starts and ends the program. All methods raise UserError with the program's message. Order of calls:
-    compute_gradients(), if needed; then for each layer enter_layer(), the methods for its arrays and matrices, and, except for the output
-    matrix, advance(). With the original model alone: enter_layer() and collect_inputs() of all chunks.
+    begin_gradients() and, for the layers in reverse, enter_layer() and gradients(), if needed; then for each layer enter_layer(), the methods for
+    its arrays and matrices, and, except for the output matrix, advance(). With the original model alone: enter_layer() and collect_inputs() of all chunks.
 
     Attributes:
         layers: groups of products by layer; the last entry is the output matrix, after the last layer.
@@ -242,17 +242,22 @@ class LayerStreams:
             out.append((arrays[0], arrays[1] if group.experts else None))
         return out
 
-    def compute_gradients(self, n_chunks: int) -> Iterator[int]:
-        """Compute the original model's gradients at all layers for the first chunks; yield each chunk when it is done."""
+    def begin_gradients(self, n_chunks: int) -> Iterator[int]:
+        """Run the first chunks through the original model, and back to the output of the last layer; yield each chunk when it is done."""
         self._ask(f"learn {n_chunks}")
         for chunk in range(n_chunks):
-            self._ask(f"backward {chunk}")
+            self._ask(f"begin {chunk}")
             yield chunk
+
+    def end_gradients(self) -> None:
+        """Free the memory of begin_gradients()."""
+        self._ask("learn 0")
 
     def gradients(self, layer: int, chunk: int) -> dict[str, np.ndarray]:
         """Return the gradients of the outputs of the current layer's plain matrices, float32 (tokens, rows).
 
-        The loss is defined in ggml_ext/streams/labels.h. The arrays are views of memory that the next request overwrites.
+        The layers are taken from the last to the first, each with all chunks of begin_gradients(). The loss is defined in
+        ggml_ext/streams/labels.h. The arrays are views of memory that the next request overwrites.
         """
         self._ask(f"gradients {chunk}")
         by_weight: dict[str, np.ndarray] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from .._base.console import Console
@@ -10,17 +11,18 @@ from .._base.text import format_duration
 from .._base.units import GIB, MIB
 from .._calibration.by_layer import PROGRAM, list_command
 from .._calibration.calibration import CalibrationSetup, configure_calibration
-from .._calibration.cost import CalibrationCost
+from .._calibration.cost import FLOPS_A_THREAD, SMALL, CalibrationCost, Input
 from .._calibration.options import CalibrationOptions
 from .._formats.gguf_file import GGUFFile
 from .._formats.names import layer_number
+from .._native import token_sums
 from .._native.programs import find_tool
 from .._native.streams import FLAG, HINT
 from .layers import ROWS_TOGETHER, PropagationConfig
 
 PASSES = 2  # runs of the model: each stream computes each product once (stream-pair.cpp)
-# Chunks with gradients, and their runs of the model: forward, then by layers forward, back and forward again.
-GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
+# Chunks with gradients, and their runs of the model: forward, then by layers forward and back.
+GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 3
 # Tokens per column from which on Hessians are full. Fewer were measured only without --propagate.
 ENOUGH_TOKENS = 7
 
@@ -64,20 +66,21 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
     n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
-    # of both models the streams and, within a layer, what the next group of matrices needs (stream-pair.h); gradients
+    # temporary files: of both models the streams and, within a layer, what the next group of matrices needs (stream-pair.h); outputs of layers, and
+    # row statistics in half precision
     kept = max((i.n_used * i.n_columns for i in setup.cost.inputs), default=0) + 3 * embd
-    streams = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_learned
+    temporary = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_learned + 2 * count_row_sums(file).total()
     return (
         f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
         f"{setup.text_title}, gradients of {gradient_chunks(setup.n_chunks)}, estimate "
         f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
-        f"{(setup.cost.n_bytes + sums_bytes(setup.cost, file) + streams) / MIB:,.0f} MiB of memory"
+        f"{(setup.cost.n_bytes + sums_bytes(setup.cost, file, n_tokens)) / MIB:,.0f} MiB of memory, {temporary / MIB:,.0f} MiB of temporary files"
     )
 
 
 def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> None:
     """Raise UserError if the sums of a layer exceed the memory limit. Add a note if they and the model do."""
-    sums, allowed = sums_bytes(setup.cost, file), setup.memory_limit / GIB
+    sums, allowed = sums_bytes(setup.cost, file, setup.n_tokens), setup.memory_limit / GIB
     if sums > setup.memory_limit:
         raise UserError(
             f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
@@ -91,26 +94,42 @@ def gradient_chunks(n_chunks: int) -> int:
 
 
 def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int) -> float:
-    """Estimate the time of the passes and of the sums H, D and R of each input. n_learned: tokens with gradients."""
-    weights = 2.0 * cost.n_weights_used
-    sums = sum(2 * 2.5 * i.n_used * i.n_columns**2 for i in cost.inputs)  # of H, one half
-    return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / cost.rate(n_threads)
+    """Estimate the time of everything but encoding. n_learned: tokens with gradients."""
+    runs = 2.0 * cost.n_weights_used * (PASSES * n_tokens + GRADIENT_PASSES * n_learned) / cost.rate(n_threads)
+    sums = n_tokens * sum(sum_operations(i) for i in cost.inputs) + n_learned * ROWS_TOGETHER * sum(i.n_rows for i in cost.inputs)
+    corrections = sum(i.n_matrices * i.n_columns**3 / 3 + 2 * i.n_rows * i.n_columns**2 for i in cost.inputs)
+    usual = FLOPS_A_THREAD * n_threads
+    return runs + sums / (usual if cost.n_bytes < SMALL else token_sums.speed(n_threads)) + corrections / usual
 
 
-def sums_bytes(cost: CalibrationCost, file: GGUFFile) -> int:
+def is_narrow(i: Input) -> bool:
+    """Whether an input presumably is that of sole_narrow_product()."""
+    return i.n_tensors == i.n_matrices == 1 and i.n_rows < i.n_columns
+
+
+def sum_operations(i: Input) -> float:
+    """Return the operations per token of the sums H, one half of it, and D and R: Sums."""
+    others = 2 * i.n_rows * i.n_columns if is_narrow(i) else i.n_used * i.n_columns**2
+    return i.n_used * i.n_columns**2 + 2.0 * others
+
+
+def sums_bytes(cost: CalibrationCost, file: GGUFFile, n_tokens: int) -> int:
     """Return the memory of the sums of a layer, in bytes."""
-    return layer_bytes(cost) + rows_bytes(file)
+    return max(input_bytes(i, n_tokens) for i in cost.inputs) + 8 * max(count_row_sums(file).values(), default=0)
 
 
-def rows_bytes(file: GGUFFile) -> int:
-    """Return the bytes of the row statistics of a layer: sums, factor, and a copy during factorization."""
-    by_layer: dict[int, int] = {}
+def count_row_sums(file: GGUFFile) -> Counter[int]:
+    """Count the values of the row statistics G by layer."""
+    counts: Counter[int] = Counter()
     for tensor in file.tensors:
         if (layer := layer_number(tensor.name)) is not None and len(tensor.ne) == 2:
-            by_layer[layer] = by_layer.get(layer, 0) + 3 * 4 * tensor.ne[1] * min(tensor.ne[1], ROWS_TOGETHER)
-    return max(by_layer.values(), default=0)
+            counts[layer] += tensor.ne[1] * min(tensor.ne[1], ROWS_TOGETHER)
+    return counts
 
 
-def layer_bytes(cost: CalibrationCost) -> int:
-    """Return the bytes of the sums of one input, and of solving with them in double precision."""
-    return max((4 * 4 * i.n_matrices + 3 * 8) * i.n_columns**2 for i in cost.inputs)
+def input_bytes(i: Input, n_tokens: int) -> int:
+    """Return the bytes of one input's sums and corrections: packed tokens, H, D and the packed H of all matrices, the factorized H of one, and the
+    weights with their R."""
+    squares = (2 if is_narrow(i) else 3) * i.n_matrices + 1
+    buffer = min(token_sums.BUFFER, 2 * n_tokens * (2 * i.n_used * i.n_columns + i.n_rows // i.n_matrices))
+    return buffer + 4 * squares * i.n_columns**2 + 2 * 4 * i.n_rows * i.n_columns

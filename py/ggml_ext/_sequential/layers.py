@@ -23,7 +23,7 @@ from .._base.threads import map_in_order
 from .._calibration.importance import DeadColumns, Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
-from .._encode.correction import choose_ridge, correction
+from .._encode.correction import Corrector, choose_ridge
 from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode_tensor
 from .._encode.feedback import RowSpan, encode_with_row_feedback, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
@@ -35,11 +35,13 @@ from .._formats.tensor_types import IMATRIX_TYPES, metric_name
 from .._native.streams import FLAG, HINT, LayerStreams, ProductGroup
 from .._plan.plan import PlannedTensor, QuantizationPlan
 from .._plan.rules import TOKEN_EMBD
-from .sums import RowSums, Sums
+from .sums import RowSums, StoredRowSums, Sums, sole_narrow_product
 
 TEMPORARY = ".propagation-"
 # Consecutive rows that compensate each other's errors. More of them take more time and memory.
 ROWS_TOGETHER = 1024
+# Rows whose error is measured at once: the complete Hessian is read for them.
+MEASURED_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class SequentialQuantizer:
     # set by open()
     _pool: ThreadPoolExecutor = field(init=False)
     _streams: LayerStreams = field(init=False)
-    _n_gradients: int = field(default=0, init=False)  # chunks with gradients
+    _row_sums: StoredRowSums | None = field(default=None, init=False)  # None without gradients
     # set by start()
     _read_finished: Callable[[str], np.ndarray | None] = field(init=False)
     _bar: Bar = field(init=False)
@@ -134,10 +136,30 @@ class SequentialQuantizer:
         if streams.no_gradients:
             self.console.note(f"no error feedback between rows: {streams.no_gradients}")
             return
-        self._n_gradients = min(self.config.n_gradient_chunks, streams.n_chunks)
-        with self.console.bar("gradients", self._n_gradients, "chunk") as bar:
-            for _ in streams.compute_gradients(self._n_gradients):
+        self._row_sums = row_sums = StoredRowSums(directory / "rows")
+        try:
+            self._collect_row_sums(row_sums, min(self.config.n_gradient_chunks, streams.n_chunks))
+        except OSError as e:
+            raise UserError(f"{FLAG}: cannot write {row_sums.path}: {e.strerror}; {HINT}") from e
+
+    def _collect_row_sums(self, out: StoredRowSums, n_chunks: int) -> None:
+        """Compute gradients and sum the row statistics G (_encode/feedback.py) of all layers, the last one first.
+
+        The output matrix has none: its rows are vocabulary entries.
+        """
+        layers = self._streams.layers[:-1]
+        with self.console.bar("gradients", n_chunks * (1 + len(layers)), "chunk") as bar:
+            for _ in self._streams.begin_gradients(n_chunks):
                 bar.update()
+            for k in range(len(layers))[::-1]:
+                self._streams.enter_layer(k)
+                sums = RowSums(layers[k], ROWS_TOGETHER, self._pool, self.scales)
+                for chunk in range(n_chunks):
+                    sums.add(self._streams.gradients(k, chunk))
+                    bar.update()
+                sums.flush()
+                out.write(k, sums)
+        self._streams.end_gradients()
 
     def start(self, read_finished: Callable[[str], np.ndarray | None], bar: Bar) -> None:
         """Prepare for the first layer: check that types which need an imatrix have one, and encode the token embeddings.
@@ -234,42 +256,42 @@ class SequentialQuantizer:
                 self.warn(line)
 
     def _make_row_spans(self, k: int) -> dict[str, list[RowSpan]]:
-        """Collect the row statistics G (_encode/feedback.py) of each matrix of layer k and factorize them.
-
-        The output matrix has none: its rows are vocabulary entries.
-        """
-        if not self._n_gradients or k + 1 == len(self._streams.layers):
-            return {}
-        sums = RowSums(self._streams.layers[k], ROWS_TOGETHER, self.scales)
-        for chunk in range(self._n_gradients):
-            sums.add(self._streams.gradients(k, chunk), self._pool)
-        return {name: make_row_spans(g, sums.n_tokens[name]) for name, g in sums.g.items() if name in self._changed}
+        """Factorize the row statistics G of each matrix of layer k that is encoded; none without gradients."""
+        stored = self._row_sums.read(k) if self._row_sums else ()
+        return {name: make_row_spans(g, n_tokens, self._pool.map) for name, g, n_tokens in stored if name in self._changed}
 
     def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
         """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
         streams, group = self._streams, self._streams.layers[k][g]
-        sums = Sums(group, self.scales.column_factors(matrices[0].name))
+        weights = {t.name: self._read_weights(t.tensor, t.type) for t in matrices}
+        narrow = sole_narrow_product(group)
+        sums = Sums(group, self._pool, self.scales.column_factors(matrices[0].name), weights[narrow.weight] if narrow else None)
         for chunk in range(streams.n_chunks):
-            sums.add(streams.compute_inputs(k, g, chunk, advance_original), self._pool)
-        residual_scales = {p.weight: p.scale for p in group.products}
-        kind = kind_for(sums.group.columns, self.config.kind, self.config.full_columns)
-        hessian = sums.hessian(f"{FLAG}: layer {k}", kind)
+            sums.add(streams.compute_inputs(k, g, chunk, advance_original))
+        sums.flush()
+        hessian = sums.hessian(f"{FLAG}: layer {k}", kind_for(group.columns, self.config.kind, self.config.full_columns))
         diagonal = hessian_diagonal(sums)
+        self._correct(weights, sums)
+        del sums  # whose memory is as large as the metric's
+        self._encode_corrected(matrices, weights, diagonal, hessian)
+
+    def _encode_corrected(
+        self, matrices: list[PlannedTensor], weights: dict[str, np.ndarray], diagonal: np.ndarray, hessian: TensorHessian
+    ) -> None:
+        """Encode matrices with one input. weights: corrected ones by matrix; diagonal, hessian: of the input."""
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
+        metrics: dict[str, PerExpert[Metric]] = {}
         for t in matrices:
             self.hessians[t.name] = replace(hessian, stored=np.empty(0))
             self.dead_columns[t.name] = DeadColumns.count(diagonal)
-        metrics: dict[str, PerExpert[Metric]] = {}
-        for t in matrices:
             # a new object per matrix: encode_tensor() frees the data of each expert in its object, but other matrices share the metrics
             calibrated = TensorCalibration.from_hessian(diagonal, hessian)
             if (name := metric_name(t.type)) is not None:
                 if name not in metrics:
                     metrics[name] = PerExpert(self._metric_maker(t, calibration))
                 calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))
-            corrected = self._correct(t, sums, residual_scales[t.name])
-            self._encoded[t.name] = encoded = self._encode(t, corrected, calibrated)
-            streams.replace(t.name, t.type.name, encoded.data)
+            self._encoded[t.name] = encoded = self._encode(t, weights.pop(t.name), calibrated)
+            self._streams.replace(t.name, t.type.name, encoded.data)
 
     def _metric_maker(self, planned: PlannedTensor, calibration: TensorCalibration) -> Callable[[int], Metric]:
         return lambda expert: self.codec.metric(planned.tensor, planned.type, calibration, expert, self.warn)
@@ -279,25 +301,20 @@ class SequentialQuantizer:
         chunks = row_chunks(tensor)
         return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], qtype) for c in chunks])
 
-    def _correct(self, planned: PlannedTensor, sums: Sums, residual_scale: float) -> np.ndarray:
-        """Return the corrected weights, float32 (n_rows, n_per_row). residual_scale: of WeightProduct. UserError if they are not finite."""
-        tensor = planned.tensor
-        weights = self._read_weights(tensor, planned.type)
-        n_rows = tensor.n_rows // len(sums.h)
-
-        def correct(expert: int) -> None:
-            part = weights[expert * n_rows : (expert + 1) * n_rows]
-            # the residual stream gets residual_scale * W x, so R (_encode/correction.py) is divided by it; products of experts have no R
-            r = sums.r[tensor.name] / np.float32(residual_scale) if tensor.name in sums.r else None
-            part += correction(part, *sums.expert_sums(expert), r, choose_ridge(sums.group.columns, sums.counts[expert]))
-
-        try:
-            list(self._pool.map(correct, range(len(sums.h))))
-        except np.linalg.LinAlgError as e:
-            raise UserError(f"{FLAG}: tensor {tensor.name}: the Hessian of its inputs cannot be inverted: {e}; {HINT}") from e
-        if not np.isfinite(weights).all():
-            raise UserError(f"{FLAG}: tensor {tensor.name}: the corrected weights are not finite; {HINT}")
-        return weights
+    def _correct(self, weights: dict[str, np.ndarray], sums: Sums) -> None:
+        """Correct the weights of the matrices with one input, float32 (rows, columns) by name. Raise UserError if they are not finite."""
+        products = {p.weight: p for p in sums.group.products if p.weight in weights}
+        for expert in range(len(sums.h)):
+            h, d = sums.expert_sums(expert)
+            try:
+                corrector = Corrector(h, choose_ridge(sums.group.columns, sums.counts[expert]), self._pool)
+            except np.linalg.LinAlgError as e:
+                raise UserError(f"{FLAG}: the Hessian of the inputs of {' and '.join(weights)} cannot be inverted: {e}; {HINT}") from e
+            for name, product in products.items():
+                corrector.correct(np.split(weights[name], len(sums.h))[expert], d, sums.residual_sums(product))
+        for name, values in weights.items():
+            if not np.isfinite(values).all():
+                raise UserError(f"{FLAG}: tensor {name}: the corrected weights are not finite; {HINT}")
 
     def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:
         tensor, qtype = planned.tensor, planned.type
@@ -335,7 +352,7 @@ class SequentialQuantizer:
             first, n_rows = chunk
             return source.measure(chunk, data[first : first + n_rows], qtype, calibration)
 
-        accuracies = self._pool.map(measure, row_chunks(tensor))
+        accuracies = self._pool.map(measure, [(first, min(MEASURED_ROWS, len(data) - first)) for first in range(0, len(data), MEASURED_ROWS)])
         return EncodedTensor(data, sum(accuracies, Accuracy()))
 
 
