@@ -103,7 +103,7 @@ def test_bytes_are_those_of_the_16_bit_file(tmp_path, capsys, monkeypatch, name)
 def test_calibration_runs_the_complete_file(tmp_path):
     """Another run finds the imatrix, and writes no file for it."""
     source = write_quantized(tmp_path / "model", "fp8 blocks")
-    flags = ("--type", "q4_k", "--importance", "block", "--calibration-chunks", "2", "--threads", "1")
+    flags = ("--type", "q4_k", "--importance", "block", "--calibration-chunks", "2", "--threads", "1", "--no-propagate")
     done = quantize(source, tmp_path / "a.gguf", *flags)
     assert "writing the GGUF file of the checkpoint" in done.stderr and "which llama-imatrix reads" in done.stderr
     again = quantize(source, tmp_path / "b.gguf", *flags)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ggml_ext import inspect_model
 from ggml_ext._allocation import target
 from ggml_ext._base.errors import UserError
 from ggml_ext._commands import target_check
@@ -114,3 +115,21 @@ def test_reference_model_is_measured(tmp_path):
     assert check["written"] == "auto" and 0 < chosen[0] < fixed[0] and 0 < chosen[1] < 0.1 * chosen[0]
     # The mean of the paired differences is the difference of the means: 16 chunks of means with five decimals.
     assert check["paired"][0] == pytest.approx(chosen[0] - fixed[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("measured", [(0.25, 0.5), (0.5, 0.25)])
+def test_better_types_are_quantized_sequentially(tmp_path, monkeypatch, measured):
+    """The files that are compared are not; they are gone afterwards."""
+    tool("ggml-ext-streams")
+    let_measure(monkeypatch, *measured)
+    source, out, report = tmp_path / "f16.gguf", tmp_path / "out" / "out.gguf", tmp_path / "report.json"
+    source.write_bytes(MODEL.read_bytes())
+    out.parent.mkdir()
+    flags = ["--target-bpw", "3.5", "--sensitivity", "usual", "--effort", "fast", "--propagate", "--calibration-chunks", "2", "--report", report]
+    done = quantize(source, out, *flags)
+    record = json.loads(report.read_text())
+    check, written = record["target_check"], GGUFFile(out)
+    assert done.stdout.count("measured KL divergence without sequential quantization ") == 1
+    assert check["written"] == record["type"] == written.value("ggml_ext.type") == check["files"][measured[1] < measured[0]]["type"]
+    assert "propagate" in str(written.value("ggml_ext.options")) and inspect_model(out).record()["stream_errors"]
+    assert bits_per_weight(out) <= 3.5 and not [p for p in out.parent.iterdir() if p.name.startswith(".")]

@@ -40,9 +40,9 @@ class Workspace:
         monkeypatch.setattr(calibration, "TEXT", self.built_in)
 
     def run(self, *flags, code=0, type_name="ditto3", source=None):
-        """Run the quantizer, check its exit code, and return standard output and error."""
+        """Run the quantizer, not sequentially, check its exit code, and return standard output and error."""
         output_args = [] if "--dry-run" in flags else [str(self.out), "--force"]
-        exit_code = program.main([str(source or self.model), *output_args, "--type", type_name, "--threads", "2", *map(str, flags)])
+        exit_code = program.main([str(source or self.model), *output_args, "--type", type_name, "--no-propagate", "--threads", "2", *map(str, flags)])
         out, err = self.capsys.readouterr()
         assert exit_code == code, err
         return out, err

@@ -150,7 +150,11 @@ def write_quietly(
     silent = BarsOnly(console)
     with contextlib.ExitStack() as stack:
         own = replace(model, output=stack.enter_context(Output(settings.output.path, force=True)))
-        writing = prepare_writing(settings, own, job or plan_job(settings, own, silent), silent, stack)
+        if job is None:
+            job = plan_job(settings, own, silent)
+        else:
+            own.plan_parts(job.plan, settings, {})
+        writing = prepare_writing(settings, own, job, silent, stack)
         return writing, writing.write(silent)
 
 
