@@ -82,8 +82,8 @@ def render_rows(rows: dict[str, dict]) -> str:
 def quality(measured: dict) -> dict[str, dict]:
     """Collect bits per weight and KL divergences (as text) by type, most bits first.
 
-    Keys of the reference model: `upstream` (llama-quantize with an imatrix), `hessian` (ggml-ext with full Hessians), `sequential` (also with
-    --propagate). `smollm2` is the SmolLM2 model. Keys are missing if the file was not measured.
+    Keys of the reference model: `upstream` (llama-quantize with an imatrix), `hessian` (ggml-ext with full Hessians and
+    --no-propagate), `sequential` (sequential quantization, the default). `smollm2` is the SmolLM2 model. Keys are missing if the file was not measured.
     """
     bpw = {row["type"].upper(): row["bpw"] for row in measured["rows"].values()}
     full, propagated = measured["stock_moments"], measured["propagate"]["reference"]
@@ -105,7 +105,7 @@ QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K"
 
 def render_quality(measured: dict) -> str:
     """Render the KL divergence by type and method, and that of llama-quantize's mixes."""
-    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext", "sequential": "ggml-ext with `--propagate`", "smollm2": "SmolLM2-135M"}
+    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext, `--no-propagate`", "sequential": "ggml-ext", "smollm2": "SmolLM2-135M"}
     lines = [f"| type | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
     for name, row in quality(measured).items():
         if name in QUALITY:
@@ -114,7 +114,7 @@ def render_quality(measured: dict) -> str:
     mixes = ", ".join(f"{name} {upstream} and {own}" for name, (upstream, own) in measured["mixes"]["rows"].items())
     return "\n".join([
         *lines, "",
-        f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize and by ggml-ext: {mixes}. [All measurements](docs/results/measurements.md).",
+        f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize and by ggml-ext with `--no-propagate`: {mixes}. [All measurements](docs/results/measurements.md).",
     ])
 
 
@@ -125,7 +125,7 @@ def render_gains(measured: dict) -> str:
     mix, avx512 = measured["mixes"]["rows"]["Q4_K_M"], measured["avx512"]
     return "\n".join([
         "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the [reference",
-        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]}; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}. "
+        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]} before sequential quantization; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}. "
         "KL divergence measures how far a model's predictions are from the original's; lower is better.",
         f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of "
         f"{itq3_t['hessian']}. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
@@ -133,7 +133,7 @@ def render_gains(measured: dict) -> str:
         f"ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K "
         f"on a Xeon (Sapphire Rapids), {measured['zen4']['decode/q3_k']['itq3_t']:.2f} times on a Zen 4 EPYC with AVX-512, and "
         f"{measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2.",
-        "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
+        "- **Sequential quantization.** Each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
 
@@ -243,7 +243,7 @@ SERIES = {  # key of quality() -> types (True: ggml-ext, False: upstream, None: 
     "upstream": (False, "standard types by llama-quantize, imatrix", "o", UPSTREAM_COLOUR),
     "hessian": (False, "standard types by ggml-ext", "s", "#2563eb"),
     "own": (True, "types of ggml-ext", "D", EXT_COLOUR),
-    "sequential": (None, "with --propagate", "v", "#16a34a"),
+    "sequential": (None, "quantized sequentially", "v", "#16a34a"),
 }
 
 

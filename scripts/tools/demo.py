@@ -141,7 +141,7 @@ def quantize_chat(source: Path, out: Path, threads: int, *options: str, echo: bo
     """Quantize to ITQ3_T with a few chunks of calibration, which a model of 135 million weights needs."""
     quantize_with_ggml_ext(
         source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
-        "--allow-requantize", "--threads", str(threads), *options, echo=echo,
+        "--allow-requantize", "--effort", "fast", "--threads", str(threads), *options, echo=echo,
     )
 
 

@@ -415,8 +415,8 @@ def prepare_writing(
 
 
 def estimate_time(settings: Settings, job: QuantizationJob) -> Estimate | None:
-    """Estimate the time of encoding; None if it takes seconds or is part of --propagate."""
-    return None if job.propagation_config is not None else estimate(job.plan, job.codec, job.importance, settings.n_threads)
+    """Estimate the time of encoding; None if it takes seconds."""
+    return estimate(job.plan, job.codec, job.importance, settings.n_threads)
 
 
 def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -> Result:

@@ -22,7 +22,7 @@ from .._base.errors import UserError
 from .._base.files import mapping_error
 from .process import describe_failure, read_lines, require_pipe, start_program
 
-FLAG, HINT = "--propagate", "leave out --propagate"
+FLAG, HINT = "--propagate", "pass --no-propagate"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def configure_propagation(
     """
     program = find_tool(PROGRAM)
     if program is None:
-        raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
+        raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext; {HINT}")
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
     check_memory(setup, file, console)
     n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
@@ -83,7 +83,7 @@ def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> N
     sums, allowed = sums_bytes(setup.cost, file, setup.n_tokens), setup.memory_limit / GIB
     if sums > setup.memory_limit:
         raise UserError(
-            f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
+            f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory; {HINT}"
         )
     if (needed := setup.cost.n_bytes + sums) > setup.memory_limit:
         console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
