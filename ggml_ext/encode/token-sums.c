@@ -2,7 +2,7 @@
 #include "../ggml-ext.h"
 
 // GCC does not align vectors on Windows' stack.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(_WIN32)
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 12) && !defined(_WIN32)
 
 #include <immintrin.h>
 

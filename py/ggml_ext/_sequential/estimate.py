@@ -23,7 +23,7 @@ from .layers import ROWS_TOGETHER, PropagationConfig
 PASSES = 2  # runs of the model: each stream computes each product once (stream-pair.cpp)
 # Chunks with gradients, and their runs of the model: forward, then by layers forward and back.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 3
-# Tokens per column from which on Hessians are full. Fewer were measured only without --propagate.
+# Tokens per column from which on Hessians are full. With fewer they do not gain on all models (docs/results/sequential.md#few-tokens-per-column).
 ENOUGH_TOKENS = 7
 
 
