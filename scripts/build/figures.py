@@ -185,7 +185,8 @@ def render_cost(measured: dict) -> str:
     calibration, encoding, added = run["calibration"], run["encoding"], run["vocabulary_adds"]
     return (
         f"**Time and memory.** Measured on {run['processor']} with a model of Llama-3.1-8B's shape, random weights and a vocabulary of {run['vocabulary']:,} tokens ({run['billions']:.1f} billion\n"
-        f"weights; the full vocabulary adds {added['billions']:.1f} billion, {added['gib']} GiB in F16): encoding in ITQ3_T took {encoding['took_minutes']} minutes. Calibration, which runs the F16 model over a text, takes an\n"
+        f"weights; the full vocabulary adds {added['billions']:.1f} billion, {added['gib']} GiB in F16): encoding in ITQ3_T took {encoding['took_minutes']} minutes. "
+        f"Sequential quantization, the default, takes [an estimated 3.8 hours](docs/results/cost.md#sequential-quantization) in all. With `--no-propagate` calibration, which runs the F16 model over a text, takes an\n"
         f"estimated {calibration['all_minutes']} minutes, and {calibration['gib']} GiB with block-diagonal Hessians. Full Hessians need 16 GB more, those of inputs up to 4,096 columns [3.2 GB](docs/reference/hessians.md#which-hessian-is-used). If memory is short, calibration runs the model in Q8_0 or Q4_K."
     )
 
