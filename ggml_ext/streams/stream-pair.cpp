@@ -1,6 +1,5 @@
 #include "stream-pair.h"
 
-#include "labels.h"
 #include "llama-graph-cut.h"
 
 #include <algorithm>
@@ -12,13 +11,6 @@
 using json = nlohmann::ordered_json;
 
 namespace ggml_ext {
-
-static int check_index(const char * name, int i, int n) {
-    if (i < 0 || i >= n) {
-        fail("there is no " + std::string(name) + " " + std::to_string(i) + " of " + std::to_string(n));
-    }
-    return i;
-}
 
 stream_pair::stream_pair(llama_context * ctx, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context, int n_chunks,
                          const std::string & file)
@@ -152,7 +144,7 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     if (model == ORIGINAL) {
         round_matrices();
     }
-    for (const auto & r : model == ORIGINAL ? rounded : replacements) {
+    for (const auto & r : model == ORIGINAL ? rounded.all() : replacements) {
         weights[r.first] = r.second->tensor;
     }
     const ggml_ext::layer & current = parts.layers()[layer];
@@ -164,10 +156,7 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
         error = parts.error();
     } else if (differentiates) {
         transpose_matrices();
-        back = backward([this](const ggml_tensor * w) {
-            const auto it = transposed.find(w->name);
-            return it == transposed.end() ? nullptr : it->second->tensor;
-        });
+        back = backward([this](const ggml_tensor * w) { return transposed.find(w); });
         if (!back.build(nodes, current)) {
             error = back.error();
             return [] {};
@@ -202,39 +191,28 @@ void stream_pair::prefer_bf16() { rounds_matrices = has_bf16_products(); }
 
 // Make the BF16 matrices of the layer that the original model's products use in place of F16. The output matrix is used once only.
 void stream_pair::round_matrices() {
-    if (!rounds_matrices || rounded_layer == layer || layer == n_layers) {
-        return;
-    }
-    rounded.clear();
-    rounded_layer = layer;
-    for (const auto & g : parts.layers()[layer].groups) {
-        for (const auto & p : g.products) {
-            const ggml_tensor * w = p.node->src[0];
-            if (w->type == GGML_TYPE_F16 && ggml_is_contiguous(w) && ggml_backend_buffer_is_host(w->buffer)) {
-                auto & added = rounded[w->name] = std::make_unique<replacement>(w, GGML_TYPE_BF16, layer);
-                added->round_from(w);
+    if (rounds_matrices && layer < n_layers) {
+        rounded.make(layer, parts.layers()[layer], [this](const ggml_tensor * w) {
+            auto made = w->type == GGML_TYPE_F16 ? std::make_unique<replacement>(w, GGML_TYPE_BF16, layer) : nullptr;
+            if (made) {
+                made->round_from(w);
             }
-        }
+            return made;
+        });
     }
 }
 
-// Transpose the matrices of the layer once for all chunks, in the type that the products use. The output matrix, which is large, is
-// transposed in the graph.
+// Transpose the matrices of the layer in the type that the products use. The output matrix, which is large, is transposed in the graph.
 void stream_pair::transpose_matrices() {
-    if (transposed_layer == layer || layer == n_layers) {
-        return;
-    }
-    transposed.clear();
-    transposed_layer = layer;
-    for (const auto & g : parts.layers()[layer].groups) {
-        for (const auto & p : g.products) {
-            const ggml_tensor * w = p.node->src[0];
-            const bool is_plain = ggml_n_dims(w) == 2 && ggml_is_contiguous(w) && ggml_backend_buffer_is_host(w->buffer);
-            if (is_plain && (w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16)) {
-                auto & added = transposed[w->name] = std::make_unique<replacement>(w, w->type, layer, true);
-                added->transpose_from(w);
+    if (layer < n_layers) {
+        transposed.make(layer, parts.layers()[layer], [this](const ggml_tensor * w) {
+            const bool is_plain = ggml_n_dims(w) == 2 && (w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16);
+            auto made = is_plain ? std::make_unique<replacement>(w, w->type, layer, true) : nullptr;
+            if (made) {
+                made->transpose_from(w);
             }
-        }
+            return made;
+        });
     }
 }
 
@@ -431,98 +409,6 @@ void stream_pair::fail_not_finite(int chunk, const std::string & place) {
     watcher.is_on = true;
     compute(chunk, ORIGINAL);
     throw not_finite(watcher.first_tensor.empty() ? place : watcher.first_tensor);
-}
-
-// --- gradients -------------------------------------------------------------------------------------------------------
-
-// Return why a layer of the full graph cannot be differentiated, or nothing.
-std::string stream_pair::find_gradient_error() {
-    for (size_t k = 0; k < parts.layers().size(); ++k) {
-        backward trial;
-        if (!trial.build(parts.nodes((int) k), parts.layers()[k])) {
-            return trial.error();
-        }
-    }
-    return {};
-}
-
-void stream_pair::allocate_gradients(int n) {
-    check_index("number of chunks", n, n_chunks + 1);
-    outputs     = n ? mapping(file, (size_t) n * n_layers * chunk_bytes / 2, true) : mapping();
-    n_gradients = n;
-}
-
-// The output of layer k in BF16; once layer k + 1 is differentiated, its gradient.
-ggml_bf16_t * stream_pair::output_data(int k, int chunk) const {
-    return (ggml_bf16_t *) (outputs.data() + ((size_t) k * n_gradients + chunk) * chunk_bytes / 2);
-}
-
-// Store the gradient of the input of the current layer.
-void stream_pair::store_input_gradient(int chunk) {
-    seed.resize(chunk_bytes / sizeof(float));
-    ggml_backend_tensor_get(back.gradient(parts.layers()[layer].start), seed.data(), 0, chunk_bytes);
-    ggml_fp32_to_bf16_row(seed.data(), output_data(layer - 1, chunk), (int64_t) seed.size());
-}
-
-void stream_pair::begin_gradients(int chunk) {
-    check_index("chunk", chunk, n_gradients);
-    run_purpose = purpose::full;
-    compute(chunk, ORIGINAL);
-    std::vector<float> hidden(chunk_bytes / sizeof(float));
-    for (int k = 0; k < n_layers; ++k) {
-        ggml_backend_tensor_get(parts.layers()[k].end, hidden.data(), 0, chunk_bytes);
-        check_finite(chunk, k, hidden.data());
-        ggml_fp32_to_bf16_row(hidden.data(), output_data(k, chunk), (int64_t) hidden.size());
-    }
-    const ggml_tensor * logits = parts.nodes(n_layers).back();
-    seed.resize(ggml_nelements(logits));
-    ggml_backend_tensor_get(logits, seed.data(), 0, ggml_nbytes(logits));
-    if (std::any_of(seed.begin(), seed.end(), is_overflow)) {
-        fail_not_finite(chunk, "the output");
-    }
-    differentiate_logits(seed.data(), logits->ne[0], n_context, (uint64_t) chunk * n_context);
-    run_purpose = purpose::gradients;
-    layer       = n_layers;
-    layer_input = hidden.data();
-    compute(chunk, ORIGINAL);
-    store_input_gradient(chunk);
-    layer = 0;
-}
-
-void stream_pair::export_gradients(int chunk) {
-    check_index("layer", layer, n_layers);
-    check_index("chunk", chunk, n_gradients);
-    const int64_t n = (int64_t) (chunk_bytes / sizeof(float));
-    std::vector<float> input(n);
-    seed.resize(n);
-    ggml_bf16_to_fp32_row(output_data(layer, chunk), seed.data(), n);
-    if (layer > 0) {
-        ggml_bf16_to_fp32_row(output_data(layer - 1, chunk), input.data(), n);
-    }
-    layer_input = input.data();
-    run_purpose = purpose::gradients;
-    compute(chunk, ORIGINAL);
-    char * dst = exchange.data();
-    for (const auto & g : parts.layers()[layer].groups) {
-        for (const auto & p : g.products) {
-            if (g.ids) {
-                continue;
-            }
-            const size_t n_bytes = (size_t) ggml_nelements(p.node) * sizeof(float);
-            if (dst + n_bytes > exchange.data() + exchange.size()) {
-                fail("the exchange is too small");
-            }
-            if (const ggml_tensor * gradient = back.gradient(p.node)) {
-                copy_rows(gradient, dst);
-            } else {
-                memset(dst, 0, n_bytes);
-            }
-            dst += n_bytes;
-        }
-    }
-    if (layer > 0) {
-        store_input_gradient(chunk);
-    }
 }
 
 } // namespace ggml_ext

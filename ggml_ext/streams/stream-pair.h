@@ -3,9 +3,9 @@
 #pragma once
 
 #include "backward.h"
+#include "layer-copies.h"
 #include "mapping.h"
 #include "overflow-watcher.h"
-#include "replacement.h"
 
 #include "llama.h"
 
@@ -16,6 +16,14 @@
 #include <memory>
 
 namespace ggml_ext {
+
+// Return i, or fail unless it is below n. name: of what there are n.
+inline int check_index(const char * name, int i, int n) {
+    if (i < 0 || i >= n) {
+        fail("there is no " + std::string(name) + " " + std::to_string(i) + " of " + std::to_string(n));
+    }
+    return i;
+}
 
 class stream_pair {
 public:
@@ -117,9 +125,8 @@ private:
     std::map<std::string, const ggml_tensor *>          matrices;
     std::map<std::string, int>                          layer_of; // -1: token embeddings
     std::map<std::string, std::unique_ptr<replacement>> replacements;
-    std::map<std::string, std::unique_ptr<replacement>> rounded; // of the original model, in BF16
-    std::map<std::string, std::unique_ptr<replacement>> transposed; // of the same
-    int                                                 rounded_layer = -1, transposed_layer = -1;
+    layer_copies                                        rounded;    // of the original model, in BF16
+    layer_copies                                        transposed; // of the same, for gradients
     bool                                                rounds_matrices = false;
 };
 
