@@ -2,7 +2,7 @@
 """Write a synthetic model of one weight type for speed measurements: random weights with the block shapes of a real model.
 
     synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
-    shapes: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for tests
+    shapes: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, olmoe-1b-7b, kimi-k2, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for tests
 
 The row sizes of gpt-oss, Qwen and tiny-ragged are not all multiples of 256. Such rows get the type's fallback, as in `ggml-ext quantize`.
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # embedding size, feed-forward size (of an expert), head size, heads, key-value heads, experts, experts per token
 SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
           "llama-3.1-70b": (8192, 28672, 128, 64, 8, 0, 0), "qwen3-30b-a3b": (2048, 768, 128, 32, 4, 128, 8),
-          "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8), "gpt-oss-20b": (2880, 2880, 64, 64, 8, 32, 4),
+          "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8), "kimi-k2": (7168, 2048, 128, 56, 8, 384, 8), "gpt-oss-20b": (2880, 2880, 64, 64, 8, 32, 4),
           "qwen2.5-0.5b": (896, 4864, 64, 14, 2, 0, 0),
           "tiny": (256, 512, 64, 4, 2, 0, 0), "tiny-experts": (256, 256, 64, 4, 2, 4, 2), "tiny-ragged": (320, 448, 64, 5, 1, 0, 0)}
 DISTINCT_ROWS = 64

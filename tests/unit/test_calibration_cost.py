@@ -3,6 +3,7 @@
 import pytest
 
 from ggml_ext._base.units import GIB
+from ggml_ext._calibration import cost
 from ggml_ext._calibration.cost import FACTORIZATION_RATE, CalibrationCost, Input, choose_importance
 from ggml_ext._formats.gguf_file import GGUFFile
 from helpers.models import gaussian, write_gguf
@@ -57,6 +58,15 @@ def test_importance_of_a_target_follows_memory(model_cost, memory, n_threads, fu
     assert choice[0] == full_columns and why in choice[1]
 
 
+def test_experts_have_the_speed_of_few_columns(monkeypatch):
+    """A product of an expert has few columns, because the tokens of a chunk are distributed over the experts."""
+    rates = {(512, False): 4e11, (8, True): 1e11}
+    monkeypatch.setattr(cost, "product_rate", lambda type_id, n_threads, *product: rates[product])
+    experts = model(4096, n_expert_weights_used=int(6e8), expert_columns=8)
+    seconds = 2 * (4e8 / 4e11 + 6e8 / 1e11) / cost.GRAPH_SHARE
+    assert experts.seconds("diagonal", 1000, 2) == pytest.approx(1000 * seconds)
+
+
 def test_cost_of_a_model_is_read_from_its_tensors(tmp_path):
     """Shared inputs count once, each expert has its own."""
     path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_q.weight": gaussian(8, 256), "blk.0.attn_k.weight": gaussian(8, 256),
@@ -65,6 +75,7 @@ def test_cost_of_a_model_is_read_from_its_tensors(tmp_path):
                       fill=lambda w: (w.add_expert_count(4), w.add_expert_used_count(2)))
     model_cost = CalibrationCost.read(GGUFFile(path))
     assert model_cost.inputs == (Input(0, 256, 1, 1, 2, 16), Input(0, 320, 4, 2, 1, 32)) and model_cost.n_weights_used == 3 * 8 * 256 + 2 * 8 * 320  # the embeddings are also the output matrix
+    assert (model_cost.n_expert_weights_used, model_cost.expert_columns) == (2 * 8 * 320, 256)
     small = 256 * 257 // 2
     assert model_cost.hessian_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
     assert model_cost.hessian_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))

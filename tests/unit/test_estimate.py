@@ -68,14 +68,15 @@ def test_products_are_timed_for_large_models(monkeypatch):
     """A constant replaces the measurement if libggml does not provide it."""
     tool("llama-imatrix")
     product.product_rate.cache_clear()
-    assert 1e8 < product.product_rate(int(T.F16), 2) < 1e15
+    assert 1e8 < product.product_rate(int(T.F16), 2, 512, False) < 1e15
+    assert 1e8 < product.product_rate(int(T.Q4_0), 2, 10, True) < 1e15
     calls = []
-    monkeypatch.setattr(cost, "product_rate", lambda type_id, n: calls.append((type_id, n)))
+    monkeypatch.setattr(cost, "product_rate", lambda *arguments: calls.append(arguments))
     small, large = (CalibrationCost(n, (), 1, {}, T.Q8_0) for n in (cost.SMALL - 1, cost.SMALL))
-    assert small.rate(2) == large.rate(2) == 2 * FLOPS_A_THREAD and calls == [(int(T.Q8_0), 2)]
+    assert small.rate(2) == large.rate(2) == 2 * FLOPS_A_THREAD and calls == [(int(T.Q8_0), 2, 512, False)]
     monkeypatch.setattr(cost, "product_rate", lambda *_: 1e11)
     assert large.rate(2) == GRAPH_SHARE * 1e11
     monkeypatch.setattr(product._lib, "libggml_path", lambda: None)
     product.product_rate.cache_clear()
-    assert product.product_rate(1, 2) is None
+    assert product.product_rate(1, 2, 512, False) is None
     product.product_rate.cache_clear()

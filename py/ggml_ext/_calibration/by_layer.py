@@ -64,7 +64,10 @@ class InputSums:
         """Begin with zeros. kind: "block" or "full"."""
         n, n_experts = group.columns, max(1, group.experts)
         widths = [n] if kind == "full" else [min(BLOCK, n - start) for start in block_starts(n)]
-        blocks = [[np.zeros((width, width), np.float32) for width in widths] for _ in range(n_experts)]
+        # one array for all, because the system gets a large one back when it is freed
+        values = np.zeros((n_experts, sum(width**2 for width in widths)), np.float32)
+        ends = np.cumsum([width**2 for width in widths])[:-1]
+        blocks = [[part.reshape(width, width) for part, width in zip(np.split(row, ends), widths, strict=True)] for row in values]
         return cls(len(list_weights(group)), blocks, np.zeros(n_experts, np.float32))
 
     def add(self, x: np.ndarray, ids: np.ndarray | None, sums: TokenSums) -> None:

@@ -22,6 +22,7 @@ FLOPS_A_THREAD = 40e9
 SMALL = 1 << 28  # bytes
 # Part of the rate of a single product that the full graph with attention, norms and Hessians reaches.
 GRAPH_SHARE = 0.85
+N_COLUMNS = 512  # of a matrix product, the tokens of a chunk
 MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
 # n^3/3 per second and thread of encode/metric.c, in double precision: a cautious value (docs/results/cost.md).
 FACTORIZATION_RATE = 1e10
@@ -70,6 +71,8 @@ class CalibrationCost:
     type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights in the layers
     full_columns: int | None = None  # kind "full" means block-diagonal Hessians for inputs with more columns; None: no limit
     by_layer: bool = False  # collect the Hessians of one layer at a time
+    n_expert_weights_used: int = 0  # of n_weights_used
+    expert_columns: int = 0  # of a product of an expert, on average
 
     @classmethod
     def read(cls, file: GGUFFile) -> CalibrationCost:
@@ -80,6 +83,7 @@ class CalibrationCost:
         weights: Counter[GGMLQuantizationType] = Counter()
         n_layers = n_layers_run(file)
         inputs: dict[tuple[int, str, int], Input] = {}
+        n_expert_weights_used, expert_columns = 0, 0
         n_weights_used = float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0)))
         factorizations: Counter[int] = Counter()
         for t in file.tensors:
@@ -96,10 +100,14 @@ class CalibrationCost:
             inputs[key] = replace(before, n_tensors=before.n_tensors + 1, n_rows=before.n_rows + t.n_elements // t.ne[0])
             weights[t.type] += t.n_elements
             n_weights_used += t.n_elements * used / n_matrices
+            if n_matrices > 1:
+                n_expert_weights_used += t.n_elements * used // n_matrices
+                expert_columns = max(1, N_COLUMNS * used // n_matrices)
             factorizations[t.ne[0]] += n_matrices * t.ne[0] ** 3 // 3
         most = weights.most_common(1)
         return cls(
-            file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorizations, most[0][0] if most else GGMLQuantizationType.F16
+            file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorizations, most[0][0] if most else GGMLQuantizationType.F16,
+            n_expert_weights_used=n_expert_weights_used, expert_columns=expert_columns,
         )
 
     @property
@@ -139,12 +147,16 @@ class CalibrationCost:
 
     def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
         """Estimate the time of one pass, in seconds."""
-        flops = 2.0 * self.n_weights_used + self.collection_flops(kind)
-        return flops * n_tokens / self.rate(n_threads)
+        return n_tokens * (self.run_seconds(n_threads) + self.collection_flops(kind) / self.rate(n_threads))
 
-    def rate(self, n_threads: int) -> float:
+    def run_seconds(self, n_threads: int) -> float:
+        """Estimate the time that running the model takes per token, in seconds. Products of experts are slower."""
+        dense, experts = self.n_weights_used - self.n_expert_weights_used, self.n_expert_weights_used
+        return 2.0 * (dense / self.rate(n_threads) + (experts / self.rate(n_threads, is_expert=True) if experts else 0))
+
+    def rate(self, n_threads: int, *, is_expert: bool = False) -> float:
         """Return the operations per second of llama.cpp's matrix products; for large models they are measured."""
-        measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads)
+        measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads, self.expert_columns if is_expert else N_COLUMNS, is_expert)
         return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
     def factorization_seconds(self, n_threads: int, n_compared_metrics: int) -> float:

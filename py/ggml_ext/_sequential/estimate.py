@@ -95,7 +95,7 @@ def gradient_chunks(n_chunks: int) -> int:
 
 def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int) -> float:
     """Estimate the time of everything but encoding. n_learned: tokens with gradients."""
-    runs = 2.0 * cost.n_weights_used * (PASSES * n_tokens + GRADIENT_PASSES * n_learned) / cost.rate(n_threads)
+    runs = cost.run_seconds(n_threads) * (PASSES * n_tokens + GRADIENT_PASSES * n_learned)
     sums = n_tokens * sum(sum_operations(i) for i in cost.inputs) + n_learned * ROWS_TOGETHER * sum(i.n_rows for i in cost.inputs)
     corrections = sum(i.n_matrices * i.n_columns**3 / 3 + 2 * i.n_rows * i.n_columns**2 for i in cost.inputs)
     usual = FLOPS_A_THREAD * n_threads
