@@ -13,8 +13,13 @@ import pytest
 import ggml_ext
 import synth_model
 from ggml_ext._base.errors import UserError
+from ggml_ext._base.units import GIB
+from ggml_ext._calibration.cost import CalibrationCost
+from ggml_ext._encode.correction import Corrector
+from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.streams import LayerStreams
 from ggml_ext._sequential import layers
+from ggml_ext._sequential.estimate import sums_bytes
 from ggml_ext._sequential.sums import SINKS
 from helpers import architectures
 from helpers.commands import quantize, quantize_command, run_quantize, tool
@@ -102,7 +107,7 @@ def test_correction_reduces_the_stream_error(model, text, tmp_path, monkeypatch,
     errors = []
     for corrects in (True, False):
         if not corrects:
-            monkeypatch.setattr(layers.Corrector, "correct", lambda *_: None)
+            monkeypatch.setattr(Corrector, "correct", lambda *_: None)
         quantize_sequentially(model, tmp_path / "out.gguf", text)
         errors.append(ggml_ext.inspect_model(tmp_path / "out.gguf").record()["stream_errors"])
     assert 0 < errors[0][-1] < 0.8 * errors[1][-1]
@@ -260,6 +265,30 @@ def test_dry_run_reports_the_cost(model, text, tmp_path, lib):
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--dry-run")
     assert done.returncode == 0 and not list(tmp_path.iterdir())
     assert "propagation: 8 layers" in done.stdout and "besides encoding" in done.stdout and "MiB of memory" in done.stdout
+
+
+def test_experts_share_sums_if_memory_is_short(text, tmp_path, monkeypatch, lib):
+    """Those of ffn_gate and ffn_up; each ffn_down has its own."""
+    monkeypatch.setitem(synth_model.SHAPES, "wide-experts", (512, 256, 64, 8, 2, 8, 2))
+    model, n_sums = tmp_path / "model.gguf", {}
+    synth_model.write_model("f16", model, "wide-experts", 2)
+
+    def record(sums):
+        n_sums.update({p.weight: len(sums.h) for p in sums.group.products})
+        return hessian_diagonal(sums)
+
+    hessian_diagonal = layers.hessian_diagonal
+    monkeypatch.setattr(layers, "hessian_diagonal", record)
+    file = GGUFFile(model)
+    own, common = (sums_bytes(CalibrationCost.read(file), file, 3 * 512, common_sums=c) for c in (False, True))
+    for limit, n_gate in ((own + common) / 2, 1), (1.01 * own, 8):
+        quantize_sequentially(model, tmp_path / f"{n_gate}.gguf", text, calibration_chunks=3, memory=limit / GIB)
+        assert {n_sums[f"blk.1.ffn_{name}_exps.weight"] for name in ("gate", "up")} == {n_gate} and n_sums["blk.1.ffn_down_exps.weight"] == 8
+        done = quantize(model, tmp_path / "dry.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--calibration-chunks", "3", "--memory",
+                        f"{limit / GIB}", "--dry-run")
+        assert ("the experts of a layer share the sums" in done.stderr) == (n_gate == 1), done.stderr
+    assert (tmp_path / "1.gguf").read_bytes() != (tmp_path / "8.gguf").read_bytes()
+    assert "the sums of a layer need" in quantize_error(model, tmp_path / "none.gguf", text, "--calibration-chunks", "3", "--memory", f"{0.9 * common / GIB}")
 
 
 def test_too_little_memory_is_refused(model, text, tmp_path, lib):

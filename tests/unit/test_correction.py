@@ -1,6 +1,7 @@
 """Corrected target weights: the closed form against least squares, and the sums that it uses."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def correction(w, h, d, r, ridge, n_threads=2):
     """Return W' - W."""
     corrected = w.copy()
     with ThreadPoolExecutor(n_threads) as pool:
-        _correction.Corrector(h, ridge, pool).correct(corrected, d, r)
+        _correction.Corrector(h, ridge, pool.map).correct(corrected, d, r)
     return corrected - w
 
 
@@ -201,3 +202,23 @@ def test_sums_of_experts_match_numpy(own_inputs, monkeypatch):
         np.testing.assert_allclose(actual, exact, atol=1e-5)
     for actual, own, rest in zip(sums.expert_sums(0), (h[0], d[0]), mean, strict=True):  # 4 columns: the mean counts as 4 tokens
         np.testing.assert_allclose(actual, (own + 4 * rest) / (counts[0] + 4), atol=1e-5)
+
+
+def test_experts_with_common_sums(rounding):
+    """The sums over all tokens, whichever experts they go to, correct each expert as a plain matrix with these inputs."""
+    x, x_made, _, _, w = make_streams()
+    ids = np.zeros((TOKENS, 2), np.int32) + np.arange(2, dtype=np.int32)
+    group = ProductGroup(COLUMNS, TOKENS, 2, 4, (WeightProduct("blk.0.ffn_up_exps.weight", ROWS, 0.0),))
+    with ThreadPoolExecutor(2) as pool:
+        experts, plain = Sums(group, pool, are_common=True), Sums(replace(group, used=0, experts=0), pool)
+        for sums, routes in ((experts, (ids, ids)), (plain, None)):
+            sums.add(ChunkArrays((x, x_made), routes, {}))
+            sums.flush()
+        assert (experts.h.tobytes(), experts.d.tobytes(), experts.counts.tolist()) == (plain.h.tobytes(), plain.d.tobytes(), [TOKENS])
+        h, d = plain.expert_sums(0)
+        corrector = _correction.Corrector(h, choose_ridge(COLUMNS, TOKENS), pool.map)
+        corrector.correct(corrected := w.copy(), d, None)
+        both = w + w @ corrector.transform(d)
+    change = np.abs(corrected - w).max()
+    # two orders of the same products in float32, with the condition number of H + ridge
+    assert 0 < np.abs(both - corrected).max() <= COLUMNS * 2**-24 * (1 + COLUMNS / LEAST_RIDGE) * change

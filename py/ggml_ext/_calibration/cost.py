@@ -49,6 +49,7 @@ class Input:
     n_used: int  # of these per token
     n_tensors: int = 1  # with this input
     n_rows: int = 0  # of these tensors, all experts together
+    is_common: bool = False  # the experts of a token see the same input
 
     def n_bytes(self, kind: str) -> int:
         """Return the bytes of the Hessians and their diagonals, in memory and in the file."""
@@ -96,7 +97,8 @@ class CalibrationCost:
             if n_layers is not None and layer >= n_layers:
                 continue
             key = layer, SHARED.get(stem, stem), t.ne[0]
-            before = inputs.get(key, Input(layer, t.ne[0], n_matrices, used, 0))
+            is_common = n_matrices > 1 and not stem.startswith("ffn_down")
+            before = inputs.get(key, Input(layer, t.ne[0], n_matrices, used, 0, is_common=is_common))
             inputs[key] = replace(before, n_tensors=before.n_tensors + 1, n_rows=before.n_rows + t.n_elements // t.ne[0])
             weights[t.type] += t.n_elements
             n_weights_used += t.n_elements * used / n_matrices

@@ -11,7 +11,7 @@ under H.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -36,19 +36,19 @@ def choose_ridge(columns: int, n_tokens: float) -> float:
 class Corrector:
     """Corrects matrices that have the same inputs. The results do not depend on the number of threads."""
 
-    def __init__(self, h: np.ndarray, ridge: float, pool: ThreadPoolExecutor):
+    def __init__(self, h: np.ndarray, ridge: float, map_items: Callable[[Callable, Iterable], Iterable]):
         """Factorize H.
 
         Args:
             h: H, float32 (columns, columns), of any scale.
             ridge: choose_ridge().
-            pool: of the threads.
+            map_items: map(), or that of a thread pool.
 
         Raises:
             LinAlgError: H is singular in spite of the ridge.
         """
         mean = float(np.trace(h)) / len(h)
-        self._pool, self._factors = pool, np.zeros(len(h), np.float32)
+        self._map, self._factors = map_items, np.zeros(len(h), np.float32)
         if not mean:  # without inputs there are no errors
             return
         diagonal = np.diagonal(h) + np.float32(ridge * mean)
@@ -59,7 +59,7 @@ class Corrector:
         self._factor = h * self._factors
         self._factor *= self._factors[:, None]
         np.fill_diagonal(self._factor, 1)
-        self._inverses = _factorize(self._factor, pool)
+        self._inverses = _factorize(self._factor, map_items)
 
     def correct(self, weights: np.ndarray, d: np.ndarray | None, r: np.ndarray | None) -> None:
         """Replace W by W', float32 (rows, columns).
@@ -81,10 +81,16 @@ class Corrector:
             _solve_rows(change, self._factor, self._inverses)
             rows += change * self._factors
 
-        list(self._pool.map(correct_panel, range(0, len(weights), PANEL)))
+        list(self._map(correct_panel, range(0, len(weights), PANEL)))
+
+    def transform(self, d: np.ndarray) -> np.ndarray:
+        """Return D H^-1, which corrects any weights without R: W' = W + W (D H^-1). It pays if many rows have the same inputs."""
+        out = np.zeros_like(d)
+        self.correct(out, None, d)
+        return out
 
 
-def _factorize(a: np.ndarray, pool: ThreadPoolExecutor) -> list[np.ndarray]:
+def _factorize(a: np.ndarray, map_items: Callable[[Callable, Iterable], Iterable]) -> list[np.ndarray]:
     """Replace the lower triangle of a positive definite matrix by its Cholesky factor, and return the inverses of the factor's diagonal blocks."""
     starts, inverses = range(0, len(a), PANEL), []
     for k in starts:
@@ -98,7 +104,7 @@ def _factorize(a: np.ndarray, pool: ThreadPoolExecutor) -> list[np.ndarray]:
             a[i : i + PANEL, end : i + PANEL] -= a[i : i + PANEL, k:end] @ a[end : i + PANEL, k:end].T
 
         for step in (divide, subtract):
-            list(pool.map(step, [i for i in starts if i >= end][::-1]))  # the longest first
+            list(map_items(step, [i for i in starts if i >= end][::-1]))  # the longest first
     return inverses
 
 

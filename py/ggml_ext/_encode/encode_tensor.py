@@ -49,22 +49,24 @@ class SourceTensor:
 class CorrectedTensor(SourceTensor):
     """A tensor whose weights compensate the errors of the matrices before it."""
 
-    corrected: np.ndarray  # float32 (n_rows, n_per_row)
+    corrected: Callable[[Chunk], np.ndarray]  # returns float32 (n_rows, n_per_row)
 
     def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
-        yield 0, self.corrected
+        yield from map_items(lambda chunk: (chunk[0], self.corrected(chunk)), row_chunks(self.tensor))
 
     def encode_rows(self, chunk: Chunk, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
-        first, n_rows = chunk
-        data = self.codec.encode_calibrated(self.corrected[first : first + n_rows], self.tensor, first, qtype, calibration)
-        return data, self.measure(chunk, data, qtype, calibration)
+        corrected = self.corrected(chunk)
+        data = self.codec.encode_calibrated(corrected, self.tensor, chunk[0], qtype, calibration)
+        return data, self.measure(chunk, corrected, data, qtype, calibration)
 
-    def measure(self, chunk: Chunk, data: np.ndarray, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> Accuracy:
+    def measure(
+        self, chunk: Chunk, corrected: np.ndarray, data: np.ndarray, qtype: GGMLQuantizationType, calibration: TensorCalibration
+    ) -> Accuracy:
         """Measure the error of encoded rows against the model's weights and against the corrected ones."""
-        first, n_rows = chunk
+        first = chunk[0]
         stored = self.codec.decode(data, qtype, self.tensor.ne[0])
         weights = self.codec.decode(self.file.rows(self.tensor, *chunk), self.tensor.type, self.tensor.ne[0])
-        to_corrected = calibration.measure(self.tensor, first, self.corrected[first : first + n_rows], stored)
+        to_corrected = calibration.measure(self.tensor, first, corrected, stored)
         accuracy = measure_stored(self.tensor, weights, stored, first_row=first, qtype=qtype, calibration=calibration)
         return replace(accuracy, target_error=to_corrected.weighted_error, target_energy=to_corrected.weighted_energy)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -122,6 +123,12 @@ def quadratic_forms(triangles: np.ndarray, rows: np.ndarray, is_full: bool) -> n
     return out
 
 
+class Rows(Protocol):
+    """Rows that are made on access."""
+
+    def __getitem__(self, row: int, /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class StoredRows:
     """Rows of a float32 tensor, read from the file on access."""
@@ -153,7 +160,7 @@ class TensorHessian:
     kind: str
     n_columns: int
     counts: np.ndarray
-    stored: np.ndarray | StoredRows
+    stored: np.ndarray | Rows
     stored_full: bool
     factors: np.ndarray | None = None
     _means: list[np.ndarray] = field(default_factory=list)  # at most one

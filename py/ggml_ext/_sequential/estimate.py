@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from .._base.console import Console
@@ -25,6 +26,7 @@ PASSES = 2  # runs of the model: each stream computes each product once (stream-
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 3
 # Tokens per column from which on Hessians are full. With fewer they do not gain on all models (docs/results/sequential.md#few-tokens-per-column).
 ENOUGH_TOKENS = 7
+ENCODED_BYTES = 0.75  # of a weight in an encoded matrix and its copies
 
 
 def configure_propagation(
@@ -46,23 +48,24 @@ def configure_propagation(
     if program is None:
         raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext; {HINT}")
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
-    check_memory(setup, file, console)
+    common_sums = fit_into_memory(setup, file, console)
     n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
     return PropagationConfig(
         command=tuple(list_command(file.path, setup.text, n_context=setup.n_context, n_chunks=setup.n_chunks, n_threads=n_threads)),
         kind=options.kind or ("full" if n_columns else "block"),
         full_columns=None if options.kind else setup.cost.full_limit(n_columns),
+        common_sums=common_sums,
         text=setup.text,
         text_name=setup.text_name,
         n_chunks=setup.n_chunks,
         n_tokens=setup.n_tokens,
         n_gradient_chunks=gradient_chunks(setup.n_chunks),
         directory=setup.directory,
-        description=describe(setup, file, n_threads),
+        description=describe(setup, file, n_threads, common_sums),
     )
 
 
-def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
+def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, common_sums: bool) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
     n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
@@ -73,31 +76,48 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
     return (
         f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
         f"{setup.text_title}, gradients of {gradient_chunks(setup.n_chunks)}, estimate "
-        f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
-        f"{(setup.cost.n_bytes + sums_bytes(setup.cost, file, n_tokens)) / MIB:,.0f} MiB of memory, {temporary / MIB:,.0f} MiB of temporary files"
+        f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads, common_sums))} on {n_threads} threads besides encoding, "
+        f"{(setup.cost.n_bytes + sums_bytes(setup.cost, file, n_tokens, common_sums)) / MIB:,.0f} MiB of memory, {temporary / MIB:,.0f} MiB of temporary files"
     )
 
 
-def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> None:
-    """Raise UserError if the sums of a layer exceed the memory limit. Add a note if they and the model do."""
-    sums, allowed = sums_bytes(setup.cost, file, setup.n_tokens), setup.memory_limit / GIB
+def fit_into_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> bool:
+    """Return whether experts have common sums, because those of each one exceed the memory limit.
+
+    Raise UserError if the sums of a layer do in any case. Add a note if they and the model do.
+    """
+    own, sums = (sums_bytes(setup.cost, file, setup.n_tokens, are_common) for are_common in (False, True))
+    allowed, is_common = setup.memory_limit / GIB, own > setup.memory_limit and sums < own
+    if is_common:
+        console.note(
+            f"{FLAG}: the experts of a layer share the sums of their inputs in ffn_gate and ffn_up: their own need {own / GIB:.2f} GiB, the limit "
+            f"is {allowed:.2f} GiB"
+        )
+    else:
+        sums = own
     if sums > setup.memory_limit:
         raise UserError(
             f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory; {HINT}"
         )
     if (needed := setup.cost.n_bytes + sums) > setup.memory_limit:
         console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
+    return is_common
 
 
 def gradient_chunks(n_chunks: int) -> int:
     return min(GRADIENT_CHUNKS, n_chunks)
 
 
-def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int) -> float:
+def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int, common_sums: bool = False) -> float:
     """Estimate the time of everything but encoding. n_learned: tokens with gradients."""
+    inputs = [replace(i, n_matrices=1, n_used=1) if common_sums and i.is_common else i for i in cost.inputs]
     runs = cost.run_seconds(n_threads) * (PASSES * n_tokens + GRADIENT_PASSES * n_learned)
-    sums = n_tokens * sum(sum_operations(i) for i in cost.inputs) + n_learned * ROWS_TOGETHER * sum(i.n_rows for i in cost.inputs)
-    corrections = sum(i.n_matrices * i.n_columns**3 / 3 + 2 * i.n_rows * i.n_columns**2 for i in cost.inputs)
+    sums = n_tokens * sum(sum_operations(i) for i in inputs) + n_learned * ROWS_TOGETHER * sum(i.n_rows for i in cost.inputs)
+    # H is factorized; D and H^-1 are multiplied with the weights, those of experts with D H^-1 (_sequential/experts.py)
+    corrections = sum(
+        i.n_matrices * i.n_columns**3 / 3 + (i.n_matrices * i.n_columns + i.n_rows if is_expert(i) else 2 * i.n_rows) * i.n_columns**2
+        for i in inputs
+    )
     usual = FLOPS_A_THREAD * n_threads
     return runs + sums / (usual if cost.n_bytes < SMALL else token_sums.speed(n_threads)) + corrections / usual
 
@@ -113,9 +133,9 @@ def sum_operations(i: Input) -> float:
     return i.n_used * i.n_columns**2 + 2.0 * others
 
 
-def sums_bytes(cost: CalibrationCost, file: GGUFFile, n_tokens: int) -> int:
+def sums_bytes(cost: CalibrationCost, file: GGUFFile, n_tokens: int, common_sums: bool) -> int:
     """Return the memory of the sums of a layer, in bytes."""
-    return max(input_bytes(i, n_tokens) for i in cost.inputs) + 8 * max(count_row_sums(file).values(), default=0)
+    return max(input_bytes(i, n_tokens, common_sums) for i in cost.inputs) + 8 * max(count_row_sums(file).values(), default=0)
 
 
 def count_row_sums(file: GGUFFile) -> Counter[int]:
@@ -127,9 +147,19 @@ def count_row_sums(file: GGUFFile) -> Counter[int]:
     return counts
 
 
-def input_bytes(i: Input, n_tokens: int) -> int:
-    """Return the bytes of one input's sums and corrections: packed tokens, H, D and the packed H of all matrices, the factorized H of one, and the
-    weights with their R."""
-    squares = (2 if is_narrow(i) else 3) * i.n_matrices + 1
+def input_bytes(i: Input, n_tokens: int, common_sums: bool) -> int:
+    """Return the bytes of one input's sums and corrections.
+
+    These are packed tokens; H and D; their means over experts; the blended, packed and factorized H and the D of one matrix; and the weights with
+    their R, of experts the encoded ones alone.
+    """
     buffer = min(token_sums.BUFFER, 2 * n_tokens * (2 * i.n_used * i.n_columns + i.n_rows // i.n_matrices))
-    return buffer + 4 * squares * i.n_columns**2 + 2 * 4 * i.n_rows * i.n_columns
+    if is_expert(i):
+        squares, n_bytes = 2 * (1 if common_sums and i.is_common else i.n_matrices) + 6, ENCODED_BYTES * i.n_rows * i.n_columns
+    else:
+        squares, n_bytes = 3 if is_narrow(i) else 4, 2 * 4 * i.n_rows * i.n_columns
+    return buffer + 4 * squares * i.n_columns**2 + int(n_bytes)
+
+
+def is_expert(i: Input) -> bool:
+    return i.n_matrices > 1 or i.is_common

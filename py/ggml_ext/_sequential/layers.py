@@ -23,18 +23,17 @@ from .._base.threads import map_in_order
 from .._calibration.importance import DeadColumns, Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
-from .._encode.correction import Corrector, choose_ridge
-from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode_tensor
+from .._encode.encode_tensor import Chunk, CorrectedTensor, SourceTensor, add_codebook, encode_tensor
 from .._encode.feedback import RowSpan, encode_with_row_feedback, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
-from .._formats.chunks import row_chunks
 from .._formats.column_scales import ColumnScales
-from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import TensorHessian, kind_for, token_warnings
 from .._formats.tensor_types import IMATRIX_TYPES, metric_name
 from .._native.streams import FLAG, HINT, LayerStreams, ProductGroup
 from .._plan.plan import PlannedTensor, QuantizationPlan
 from .._plan.rules import TOKEN_EMBD
+from .experts import ExpertCorrections, check_corrected, make_corrector, read_weights
 from .sums import RowSums, StoredRowSums, Sums, sole_narrow_product
 
 TEMPORARY = ".propagation-"
@@ -42,6 +41,8 @@ TEMPORARY = ".propagation-"
 ROWS_TOGETHER = 1024
 # Rows whose error is measured at once: the complete Hessian is read for them.
 MEASURED_ROWS = 512
+
+CorrectedRows = Callable[[Chunk], np.ndarray]  # returns rows of corrected weights, float32 (n_rows, n_per_row)
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,12 @@ class PropagationConfig:
     directory: Path  # of temporary files
     description: str  # with estimated time and memory
     full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
+    common_sums: bool = False  # for experts that see the same input of a token
 
     def list_dependencies(self) -> list:
         """List what the encoded bytes depend on."""
-        return [self.importance().title, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks]
+        common = ["common sums"] if self.common_sums else []
+        return [self.importance().title, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks, *common]
 
     def importance(self) -> Importance:
         """Describe the statistics in the output's metadata."""
@@ -193,8 +196,9 @@ class SequentialQuantizer:
         """Encode the token embeddings, which have no inputs."""
         data = self._read_finished(planned.name)
         if data is None:
-            weights = self._read_weights(planned.tensor, planned.type)
-            self._encoded[planned.name] = encoded = self._encode(planned, weights, TensorCalibration())
+            source = SourceTensor(self.file, planned.tensor, self.codec)
+            read = partial(read_weights, source, qtype=planned.type)
+            self._encoded[planned.name] = encoded = self._encode(planned, read, TensorCalibration())
             data = encoded.data
         self._streams.replace(planned.name, planned.type.name, data)
 
@@ -263,22 +267,31 @@ class SequentialQuantizer:
     def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
         """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
         streams, group = self._streams, self._streams.layers[k][g]
-        weights = {t.name: self._read_weights(t.tensor, t.type) for t in matrices}
+        weights = {} if group.experts else {t.name: self._read_weights(t) for t in matrices}
         narrow = sole_narrow_product(group)
-        sums = Sums(group, self._pool, self.scales.column_factors(matrices[0].name), weights[narrow.weight] if narrow else None)
+        factors, are_common = self.scales.column_factors(matrices[0].name), self.config.common_sums and group.inputs == streams.n_tokens
+        sums = Sums(group, self._pool, factors, weights[narrow.weight] if narrow else None, bool(group.experts) and are_common)
         for chunk in range(streams.n_chunks):
             sums.add(streams.compute_inputs(k, g, chunk, advance_original))
         sums.flush()
         hessian = sums.hessian(f"{FLAG}: layer {k}", kind_for(group.columns, self.config.kind, self.config.full_columns))
         diagonal = hessian_diagonal(sums)
-        self._correct(weights, sums)
-        del sums  # whose memory is as large as the metric's
-        self._encode_corrected(matrices, weights, diagonal, hessian)
+        calibration = TensorCalibration.from_hessian(diagonal, hessian)
+        if group.experts:
+            corrections = ExpertCorrections(sums, [t.name for t in matrices])
+            corrected: dict[str, CorrectedRows] = {
+                t.name: partial(corrections.rows, SourceTensor(self.file, t.tensor, self.codec), t.type, calibration) for t in matrices
+            }
+        else:
+            self._correct(weights, sums)
+            corrected = {name: partial(_slice, values) for name, values in weights.items()}
+        del sums, weights  # whose memory is as large as the metric's
+        self._encode_corrected(matrices, corrected, diagonal, hessian)
 
     def _encode_corrected(
-        self, matrices: list[PlannedTensor], weights: dict[str, np.ndarray], diagonal: np.ndarray, hessian: TensorHessian
+        self, matrices: list[PlannedTensor], corrected: dict[str, CorrectedRows], diagonal: np.ndarray, hessian: TensorHessian
     ) -> None:
-        """Encode matrices with one input. weights: corrected ones by matrix; diagonal, hessian: of the input."""
+        """Encode matrices with one input. corrected: their weights; diagonal, hessian: of the input."""
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
         metrics: dict[str, PerExpert[Metric]] = {}
         for t in matrices:
@@ -290,33 +303,28 @@ class SequentialQuantizer:
                 if name not in metrics:
                     metrics[name] = PerExpert(self._metric_maker(t, calibration))
                 calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))
-            self._encoded[t.name] = encoded = self._encode(t, weights.pop(t.name), calibrated)
+            self._encoded[t.name] = encoded = self._encode(t, corrected.pop(t.name), calibrated)
             self._streams.replace(t.name, t.type.name, encoded.data)
 
     def _metric_maker(self, planned: PlannedTensor, calibration: TensorCalibration) -> Callable[[int], Metric]:
         return lambda expert: self.codec.metric(planned.tensor, planned.type, calibration, expert, self.warn)
 
-    def _read_weights(self, tensor: Tensor, qtype: GGMLQuantizationType) -> np.ndarray:
-        """Read the model's weights, float32 (n_rows, n_per_row)."""
-        chunks = row_chunks(tensor)
-        return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], qtype) for c in chunks])
+    def _read_weights(self, planned: PlannedTensor) -> np.ndarray:
+        """Read all weights of a matrix, float32 (n_rows, n_per_row)."""
+        return read_weights(SourceTensor(self.file, planned.tensor, self.codec), (0, planned.tensor.n_rows), planned.type)
 
     def _correct(self, weights: dict[str, np.ndarray], sums: Sums) -> None:
-        """Correct the weights of the matrices with one input, float32 (rows, columns) by name. Raise UserError if they are not finite."""
-        products = {p.weight: p for p in sums.group.products if p.weight in weights}
-        for expert in range(len(sums.h)):
-            h, d = sums.expert_sums(expert)
-            try:
-                corrector = Corrector(h, choose_ridge(sums.group.columns, sums.counts[expert]), self._pool)
-            except np.linalg.LinAlgError as e:
-                raise UserError(f"{FLAG}: the Hessian of the inputs of {' and '.join(weights)} cannot be inverted: {e}; {HINT}") from e
-            for name, product in products.items():
-                corrector.correct(np.split(weights[name], len(sums.h))[expert], d, sums.residual_sums(product))
+        """Correct the weights of the matrices with one input, float32 (rows, columns) by name, without experts. Raise UserError if they
+        are not finite."""
+        h, d = sums.expert_sums(0)
+        corrector = make_corrector(h, sums.counts[0], list(weights), self._pool.map)
+        for product in sums.group.products:
+            if product.weight in weights:
+                corrector.correct(weights[product.weight], d, sums.residual_sums(product))
         for name, values in weights.items():
-            if not np.isfinite(values).all():
-                raise UserError(f"{FLAG}: tensor {name}: the corrected weights are not finite; {HINT}")
+            check_corrected(name, values)
 
-    def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:
+    def _encode(self, planned: PlannedTensor, corrected: CorrectedRows, calibration: TensorCalibration) -> EncodedTensor:
         tensor, qtype = planned.tensor, planned.type
         source = CorrectedTensor(self.file, tensor, self.codec, corrected)
         if spans := self._row_spans.get(tensor.name):
@@ -336,6 +344,7 @@ class SequentialQuantizer:
     ) -> EncodedTensor:
         """Encode the rows with error feedback between them (_encode/feedback.py)."""
         tensor, codec = source.tensor, self.codec
+        corrected = source.corrected((0, tensor.n_rows))
 
         def encode(part: np.ndarray) -> np.ndarray:
             self._bar.update(part.size)
@@ -345,15 +354,20 @@ class SequentialQuantizer:
             return codec.decode(data, qtype, tensor.ne[0])
 
         data, _ = encode_with_row_feedback(
-            source.corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map
+            corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map
         )
 
         def measure(chunk: Chunk) -> Accuracy:
             first, n_rows = chunk
-            return source.measure(chunk, data[first : first + n_rows], qtype, calibration)
+            return source.measure(chunk, source.corrected(chunk), data[first : first + n_rows], qtype, calibration)
 
         accuracies = self._pool.map(measure, [(first, min(MEASURED_ROWS, len(data) - first)) for first in range(0, len(data), MEASURED_ROWS)])
         return EncodedTensor(data, sum(accuracies, Accuracy()))
+
+
+def _slice(weights: np.ndarray, chunk: Chunk) -> np.ndarray:
+    """Return the rows of a chunk."""
+    return weights[chunk[0] : sum(chunk)]
 
 
 def hessian_diagonal(sums: Sums) -> np.ndarray:

@@ -89,23 +89,37 @@ class StoredRowSums:
             yield name, parts, self._n_tokens[name]
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Matrices as the packed triangles of TensorHessian, each packed on access: copies of all would take half as much memory again."""
+
+    squares: np.ndarray  # float32 (matrices, columns, columns)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return pack_triangle(self.squares[row])
+
+
 @dataclass
 class Sums:
-    """Sums H, D and R (_encode/correction.py) of the products with one input: H and D by expert, R by tensor. flush() completes them."""
+    """Sums H, D and R (_encode/correction.py) of the products with one input: H and D by expert, R by tensor. flush() completes them.
+
+    The experts of a token may see the same input, as in ffn_gate and ffn_up. They then can have common sums, over all tokens.
+    """
 
     group: ProductGroup
     pool: ThreadPoolExecutor
     factors: np.ndarray | None = None  # of column scales, float32 (columns,), which the quantized model's inputs are divided by
     weights: np.ndarray | None = None  # of sole_narrow_product(): R then includes factor * W D, and there is no D
-    h: np.ndarray = field(init=False)  # float32 (experts or 1, columns, columns)
-    d: np.ndarray | None = field(init=False)  # float32 (experts or 1, columns, columns)
+    are_common: bool = False  # experts have common sums
+    h: np.ndarray = field(init=False)  # float32 (experts with own sums or 1, columns, columns)
+    d: np.ndarray | None = field(init=False)  # as h
     r: dict[str, np.ndarray] = field(init=False)  # by tensor, float32 (rows, columns)
-    counts: np.ndarray = field(init=False)  # tokens of each expert; without experts, of all
+    counts: np.ndarray = field(init=False)  # tokens of each of the sums
     _sums: TokenSums = field(init=False)
     _packed_weights: PackedTokens | None = field(init=False)  # of `weights`, transposed
 
     def __post_init__(self) -> None:
-        n, columns = max(1, self.group.experts), self.group.columns
+        n, columns = 1 if self.are_common else max(1, self.group.experts), self.group.columns
         self.h = np.zeros((n, columns, columns), np.float32)
         self.d = np.zeros_like(self.h) if self.weights is None else None
         self.r = {p.weight: np.zeros((p.rows, columns), np.float32) for p in self.group.products if p.scale}
@@ -117,7 +131,7 @@ class Sums:
         """Add the inputs of a chunk."""
         if self.factors is not None:
             arrays = replace(arrays, x=(arrays.x[0] / self.factors, arrays.x[1]))
-        if self.group.experts:
+        if self.group.experts and not self.are_common:
             for expert in range(self.group.experts):
                 self._add(expert, *self._routed(arrays, expert), {})
             return
@@ -164,12 +178,11 @@ class Sums:
 
     def hessian(self, where: str, kind: str) -> TensorHessian:
         """Return H for the encoders. where: its name in messages."""
-        columns = self.group.columns
-        packed = np.stack([pack_triangle(h) for h in self.h])
-        return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True)
+        packed = PackedRows(self.h) if self.group.experts else pack_triangle(self.h[0])[None]
+        return TensorHessian(where, kind, self.group.columns, self.counts, packed, stored_full=True)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return H and D of an expert, blended with the mean as in TensorHessian; expert 0 without experts."""
+        """Return H and D of an expert, blended with the mean as in TensorHessian; expert 0 if there are no other sums."""
         if self.d is None or len(self.h) == 1:
             return self.h[expert], None if self.d is None else self.d[expert]
         tokens = float(self.counts[expert])
@@ -178,6 +191,11 @@ class Sums:
         rest = (1 - share) / max(float(self.counts.sum()), 1)
         h, d = (own * a[expert] + rest * total for a, total in zip((self.h, self.d), self._totals, strict=True))
         return h, d
+
+    def prepare_blend(self) -> None:
+        """Compute what expert_sums() needs of all H and D, of which D may then be overwritten one by one."""
+        if len(self.h) > 1:
+            assert self._totals
 
     @cached_property
     def _totals(self) -> tuple[np.ndarray, np.ndarray]:
