@@ -18,9 +18,9 @@ from ggml_ext._calibration.cost import CalibrationCost
 from ggml_ext._encode.correction import Corrector
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.streams import LayerStreams
-from ggml_ext._sequential import layers
+from ggml_ext._sequential import estimate, layers
 from ggml_ext._sequential.estimate import sums_bytes
-from ggml_ext._sequential.sums import SINKS
+from ggml_ext._sequential.sums import SINKS, RowSums
 from helpers import architectures
 from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import read_tensors
@@ -289,6 +289,22 @@ def test_experts_share_sums_if_memory_is_short(text, tmp_path, monkeypatch, lib)
         assert ("the experts of a layer share the sums" in done.stderr) == (n_gate == 1), done.stderr
     assert (tmp_path / "1.gguf").read_bytes() != (tmp_path / "8.gguf").read_bytes()
     assert "the sums of a layer need" in quantize_error(model, tmp_path / "none.gguf", text, "--calibration-chunks", "3", "--memory", f"{0.9 * common / GIB}")
+
+
+def test_copies_of_experts_need_memory(text, tmp_path, monkeypatch, lib):
+    """Experts are transposed for gradients, and copied in BF16: neither happens if that exceeds the memory."""
+    monkeypatch.setitem(synth_model.SHAPES, "wide-experts", (512, 256, 64, 8, 2, 8, 2))
+    model = tmp_path / "model.gguf"
+    synth_model.write_model("f16", model, "wide-experts", 1)
+    monkeypatch.setattr(estimate, "sums_bytes", lambda *_: 1)
+    used = []
+    monkeypatch.setattr(LayerStreams, "prefer_bf16", lambda _: used.append("BF16"))
+    monkeypatch.setattr(layers, "RowSums", lambda *arguments: (used.append("gradients"), RowSums(*arguments))[1])
+    transposed, copied = 4 * 8 * 256 * 512, 2 * 3 * 8 * 256 * 512
+    for n_bytes, expected in ((0.9 * transposed, []), (1.1 * transposed, ["gradients"]), (2 * copied, ["BF16", "gradients"])):
+        used.clear()
+        quantize_sequentially(model, tmp_path / "out.gguf", text, calibration_chunks=2, memory=n_bytes / GIB)
+        assert used == expected
 
 
 def test_too_little_memory_is_refused(model, text, tmp_path, lib):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .._base.console import Console
@@ -48,26 +48,37 @@ def configure_propagation(
     if program is None:
         raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext; {HINT}")
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
-    common_sums = fit_into_memory(setup, file, console)
+    use = fit_into_memory(setup, file, console)
     n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
     return PropagationConfig(
         command=tuple(list_command(file.path, setup.text, n_context=setup.n_context, n_chunks=setup.n_chunks, n_threads=n_threads)),
         kind=options.kind or ("full" if n_columns else "block"),
         full_columns=None if options.kind else setup.cost.full_limit(n_columns),
-        common_sums=common_sums,
+        common_sums=use.common_sums,
+        prefers_bf16=use.prefers_bf16,
         text=setup.text,
         text_name=setup.text_name,
         n_chunks=setup.n_chunks,
         n_tokens=setup.n_tokens,
-        n_gradient_chunks=gradient_chunks(setup.n_chunks),
+        n_gradient_chunks=use.n_gradient_chunks,
         directory=setup.directory,
-        description=describe(setup, file, n_threads, common_sums),
+        description=describe(setup, file, n_threads, use),
     )
 
 
-def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, common_sums: bool) -> str:
+@dataclass(frozen=True)
+class MemoryUse:
+    """What sequential quantization does within the memory limit."""
+
+    sums_bytes: int
+    common_sums: bool  # of experts
+    n_gradient_chunks: int
+    prefers_bf16: bool
+
+
+def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, use: MemoryUse) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
-    n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
+    n_tokens, n_learned = setup.n_tokens, use.n_gradient_chunks * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
     # temporary files: of both models the streams and, within a layer, what the next group of matrices needs (stream-pair.h); outputs of layers, and
     # row statistics in half precision
@@ -75,37 +86,31 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, common_sum
     temporary = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_learned + 2 * count_row_sums(file).total()
     return (
         f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
-        f"{setup.text_title}, gradients of {gradient_chunks(setup.n_chunks)}, estimate "
-        f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads, common_sums))} on {n_threads} threads besides encoding, "
-        f"{(setup.cost.n_bytes + sums_bytes(setup.cost, file, n_tokens, common_sums)) / MIB:,.0f} MiB of memory, {temporary / MIB:,.0f} MiB of temporary files"
+        f"{setup.text_title}, gradients of {use.n_gradient_chunks}, estimate "
+        f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads, use.common_sums))} on {n_threads} threads besides encoding, "
+        f"{(setup.cost.n_bytes + use.sums_bytes) / MIB:,.0f} MiB of memory, {temporary / MIB:,.0f} MiB of temporary files"
     )
 
 
-def fit_into_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> bool:
-    """Return whether experts have common sums, because those of each one exceed the memory limit.
-
-    Raise UserError if the sums of a layer do in any case. Add a note if they and the model do.
-    """
+def fit_into_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> MemoryUse:
+    """Choose what fits into the memory limit, with notes on the rest. Raise UserError if the sums of a layer exceed it in any case."""
+    limit, allowed = setup.memory_limit, f"the limit is {setup.memory_limit / GIB:.2f} GiB"
     own, sums = (sums_bytes(setup.cost, file, setup.n_tokens, are_common) for are_common in (False, True))
-    allowed, is_common = setup.memory_limit / GIB, own > setup.memory_limit and sums < own
-    if is_common:
+    if is_common := own > limit and sums < own:
         console.note(
-            f"{FLAG}: the experts of a layer share the sums of their inputs in ffn_gate and ffn_up: their own need {own / GIB:.2f} GiB, the limit "
-            f"is {allowed:.2f} GiB"
+            f"{FLAG}: the experts of a layer share the sums of their inputs in ffn_gate and ffn_up: their own need {own / GIB:.2f} GiB, {allowed}"
         )
     else:
         sums = own
-    if sums > setup.memory_limit:
-        raise UserError(
-            f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory; {HINT}"
-        )
-    if (needed := setup.cost.n_bytes + sums) > setup.memory_limit:
-        console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
-    return is_common
-
-
-def gradient_chunks(n_chunks: int) -> int:
-    return min(GRADIENT_CHUNKS, n_chunks)
+    if sums > limit:
+        raise UserError(f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, {allowed}: pass a larger --memory; {HINT}")
+    n_gradient_chunks = min(GRADIENT_CHUNKS, setup.n_chunks)
+    if (transposed := 4 * max((t.n_elements for t in file.tensors if len(t.ne) > 2), default=0)) > limit:
+        console.note(f"no error feedback between rows: the transposed experts of a layer need {transposed / GIB:.2f} GiB, {allowed}")
+        n_gradient_chunks = 0
+    if (needed := setup.cost.n_bytes + sums) > limit:
+        console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, {allowed}: this may be slow")
+    return MemoryUse(sums, is_common, n_gradient_chunks, prefers_bf16=sums + 2 * layer_weights(file) <= limit)
 
 
 def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int, common_sums: bool = False) -> float:
@@ -136,6 +141,15 @@ def sum_operations(i: Input) -> float:
 def sums_bytes(cost: CalibrationCost, file: GGUFFile, n_tokens: int, common_sums: bool) -> int:
     """Return the memory of the sums of a layer, in bytes."""
     return max(input_bytes(i, n_tokens, common_sums) for i in cost.inputs) + 8 * max(count_row_sums(file).values(), default=0)
+
+
+def layer_weights(file: GGUFFile) -> int:
+    """Count the weights of the largest layer."""
+    counts: Counter[int] = Counter()
+    for tensor in file.tensors:
+        if (layer := layer_number(tensor.name)) is not None:
+            counts[layer] += tensor.n_elements
+    return max(counts.values(), default=0)
 
 
 def count_row_sums(file: GGUFFile) -> Counter[int]:

@@ -68,11 +68,12 @@ class PropagationConfig:
     description: str  # with estimated time and memory
     full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
     common_sums: bool = False  # for experts that see the same input of a token
+    prefers_bf16: bool = True  # the original model runs with a layer's matrices in BF16, where the CPU has it
 
     def list_dependencies(self) -> list:
         """List what the encoded bytes depend on."""
-        common = ["common sums"] if self.common_sums else []
-        return [self.importance().title, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks, *common]
+        savings = [name for name, saves in (("common sums", self.common_sums), ("no BF16", not self.prefers_bf16)) if saves]
+        return [self.importance().title, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks, *savings]
 
     def importance(self) -> Importance:
         """Describe the statistics in the output's metadata."""
@@ -135,7 +136,10 @@ class SequentialQuantizer:
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
         command = [*self.config.command, "-o", str(directory / "streams")]
         self._streams = streams = self._stack.enter_context(LayerStreams(command, directory))
-        streams.prefer_bf16()
+        if self.config.prefers_bf16:
+            streams.prefer_bf16()
+        if not self.config.n_gradient_chunks:
+            return
         if streams.no_gradients:
             self.console.note(f"no error feedback between rows: {streams.no_gradients}")
             return
