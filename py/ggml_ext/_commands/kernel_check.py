@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,9 @@ from .._native.backend import Case
 from .._native.library import Library
 
 T = GGMLQuantizationType
-N_COLUMNS = (1, 2, 5, 8, 16, 64, 512)  # vectors, few columns and tiles have kernels of their own
-ID_COLUMNS = (1, 16)
+# Vectors, few columns and tiles have kernels of their own. The largest first: Mesa 22.3's driver for CPUs corrupts its heap when a buffer grows.
+N_COLUMNS = (512, 64, 16, 8, 5, 2, 1)
+ID_COLUMNS = (16, 1)
 N_ROWS, N_EXPERTS, EXPERT_ROWS, N_USED = 130, 4, 32, 2  # 130: no multiple of a tile
 ROW_IDS = (129, 0, 64, 64, 7)
 LONG_ROW = 1024  # a multiple of every block size
@@ -38,6 +40,8 @@ COLD_BYTES = 512 << 20  # more than the caches of any GPU
 PROMPT_COPIES = 4
 PROBE_ROWS, MIN_ROWS = 512, 64
 PROBE_RUNS = 3
+LOG_LINES = 20  # of a program that failed
+MAX_CRASHES = 3  # of one type, after each of which the other cases go on
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def speed_cases(type_: T, shape: SpeedShape, **files: str) -> list[Case]:
             "name": f"speed, {what}", "op": "MUL_MAT", "type": int(type_), "weights": [SPEED_ROW, shape.rows[what], 1],
             "inputs": [SPEED_ROW, n, 1], "copies": shape.copies[what], "min_runs": 2, "seconds": SPEED_SECONDS[what], **files,
         }
-        for what, n in SPEED_COLUMNS.items()
+        for what, n in sorted(SPEED_COLUMNS.items(), key=lambda item: -item[1])
     ]
 
 
@@ -180,9 +184,12 @@ def choose_shape(device: backend.Device, n_threads: int, seconds: float) -> tupl
     probe = SpeedShape(dict.fromkeys(SPEED_COLUMNS, PROBE_ROWS), dict.fromkeys(SPEED_COLUMNS, 1))
     cases = [case | {"min_runs": PROBE_RUNS, "seconds": 0} for case in speed_cases(T.Q4_K, probe)]
     run = backend.run_cases(device.name, cases, n_threads, seconds)
+    if run.failure:
+        return probe, f"a product in Q4_K: {run.failure}"
     rows, copies = {}, {}
-    for what, times in zip(SPEED_COLUMNS, run.seconds().values(), strict=False):
-        per_row = min(times) / PROBE_ROWS if times else 0.0
+    for what in SPEED_COLUMNS:
+        times = run.seconds()[f"speed, {what}"]
+        per_row = min(times) / PROBE_ROWS if times else 0.0  # unsupported: nothing is known
         n = SPEED_ROWS
         while n > MIN_ROWS and n * per_row > SPEED_SECONDS[what]:
             n //= 2
@@ -191,8 +198,6 @@ def choose_shape(device: backend.Device, n_threads: int, seconds: float) -> tupl
         if device.free:
             limits.append(device.free / 4 / (n_bytes + 4 * n * SPEED_COLUMNS[what]))
         rows[what], copies[what] = n, max(int(min(limits)), 1)
-    if len(rows) < len(SPEED_COLUMNS):
-        return probe, f"a product in Q4_K: {run.failure}"
     return SpeedShape(rows, copies), ""
 
 
@@ -217,19 +222,47 @@ def check_type(
     checks = [c for i, matrix in enumerate(matrices) for c in make_checks(type_, matrix, i == 1, directory, rng)]
     inputs = directory / "inputs"
     make_inputs((SPEED_ROW,), rng).tofile(inputs)
-    cases = [*(c.case for c in checks), *speed_cases(type_, shape, weights_file=str(matrices[0].path), inputs_file=str(inputs))]
-    run = backend.run_cases(device, cases, n_threads, seconds)
-    times = run.seconds()
-    result.unsupported = [name for name, value in times.items() if value is None and not name.startswith("speed")]
+    end = time.monotonic() + seconds
+    times, outcome = run_checks(device, [c.case for c in checks], n_threads, seconds, result)
+    result.unsupported = [name for name, value in times.items() if value is None]
+    n_failures = len(result.failures)
     add_errors(result, [c for c in checks if times.get(c.case["name"])])
-    is_wrong = bool(result.failures)
+    is_wrong = len(result.failures) > n_failures
+    if outcome != "hung":
+        cases = speed_cases(type_, shape, weights_file=str(matrices[0].path), inputs_file=str(inputs))
+        run = backend.run_cases(device, cases, n_threads, max(end - time.monotonic(), 1.0))
+        add_failure(result, run)
+        add_speed(result, shape, run.seconds())
+        outcome = run.outcome if outcome == "ended" else outcome
+    result.correct = "no" if is_wrong else outcome if outcome != "ended" else "not supported" if result.unsupported else "yes"
+
+
+def run_checks(
+    device: str, cases: Sequence[Case], n_threads: int, seconds: float, result: TypeResult
+) -> tuple[dict[str, list[float] | None], str]:
+    """Run the cases, after a crash those that follow it. Failures are added to the result.
+
+    Returns:
+        The seconds of each run by case, None for cases that the device does not support; and ended, crashed or hung.
+    """
+    end, outcome = time.monotonic() + seconds, "ended"
+    times: dict[str, list[float] | None] = {}
+    for _ in range(MAX_CRASHES):
+        run = backend.run_cases(device, cases, n_threads, max(end - time.monotonic(), 1.0))
+        times |= run.seconds()
+        add_failure(result, run)
+        outcome = run.outcome if run.failure else outcome
+        names = [case["name"] for case in cases]
+        cases = cases[names.index(run.stage()) + 1 :] if run.outcome == "crashed" and run.stage() in names else []
+        if not cases:
+            break
+    return times, outcome
+
+
+def add_failure(result: TypeResult, run: backend.BackendRun) -> None:
     if run.failure:
-        result.failures.append(f"{run.unfinished() or 'start'}: {run.failure}")
-        result.log = run.log.splitlines()[-40:]
-    add_speed(result, shape, times)
-    result.correct = (
-        "no" if is_wrong else run.outcome if run.failure else "not supported" if result.unsupported else "yes"
-    )
+        result.failures.append(f"{run.stage()}: {run.failure}")
+        result.log += run.log.splitlines()[-LOG_LINES:]
 
 
 def add_errors(result: TypeResult, checks: Sequence[Check]) -> None:
@@ -242,7 +275,7 @@ def add_errors(result: TypeResult, checks: Sequence[Check]) -> None:
 
 def add_speed(result: TypeResult, shape: SpeedShape, times: dict[str, list[float] | None]) -> None:
     for what in SPEED_COLUMNS:
-        if runs := times.get(f"speed, {what}"):
+        if runs := times.get(f"speed, {what}"):  # two at least
             median = statistics.median(runs[1:])  # the first run fills caches and starts threads
             result.seconds[what] = median / shape.copies[what] * SPEED_ROWS / shape.rows[what]
     if "tokens" in result.seconds:

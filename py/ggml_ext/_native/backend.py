@@ -64,10 +64,10 @@ class BackendRun:
         """Return the seconds of each run by case; None for cases that the device does not support."""
         return {value["ends"]: value["seconds"] for value in self.values if "ends" in value}
 
-    def unfinished(self) -> str | None:
-        """Return the case that was running at the end; None if there is none."""
-        last = self.values[-1] if self.values else {}
-        return last.get("starts") if isinstance(last, dict) else None
+    def stage(self) -> str:
+        """Return the case that was running at the end; start before the first one, end after the last."""
+        last = self.values[-1] if self.values else {"starts": "start"}
+        return last.get("starts", "end")
 
 
 def can_run() -> bool:
@@ -96,7 +96,7 @@ def _run(job: dict[str, Any], seconds: float) -> BackendRun:
     values = [json.loads(text) for text in re.findall(r"^result (.*)$", log, re.M)]
     log = re.sub(r"\n?^result .*\n", "", log, flags=re.M).strip()
     if code is None:
-        return BackendRun(values, "hung", f"hung, stopped after {seconds:.0f} s", log)
+        return BackendRun(values, "hung", f"hung or too slow, stopped after {seconds:.0f} s", log)
     if code:
         return BackendRun(values, "crashed", describe_failure("the program", code, log), log)
     return BackendRun(values, "ended", "", log)
