@@ -9,7 +9,8 @@ from ._base.errors import UserError
 from ._commands.gpu_reporting import GpuReportOptions, gpu_report
 from ._console import arguments
 from ._console.cli import print_text, run_command
-from ._console.terminal import ProgressOptions, Terminal
+from ._console.program import ProgressOptions
+from ._console.terminal import Terminal
 
 
 def build_parser(prog: str = "ggml-ext gpu-report") -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ BASELINES = ((2.5, ("IQ2_XXS", "Q2_K")), (3.5, ("IQ3_S", "Q3_K")), (4.6, ("Q4_K"
 
 def baselines(bpw: float) -> tuple[str, ...]:
     """Return the standard types of a type's size, in bits per weight."""
-    return next(names for limit, names in BASELINES if bpw < limit)
+    return next(names for limit, names in BASELINES if bpw <= limit)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
-from .._base.console import Console
+from .._base.console import Bar, Console
 from .._base.encoding import to_json
 from .._base.errors import UserError
 from .._base.files import write_atomically
@@ -31,7 +31,7 @@ from .kernel_check import TypeResult, check_type, choose_shape
 
 GPU_KINDS = ("gpu", "igpu")
 START_SECONDS = 120.0  # of listing devices and of the first product, for which drivers may compile all kernels of the backend
-TYPE_SECONDS = 30.0  # least time limit of a type
+TYPE_SHARE = 0.1  # time limit of a type, of the device's time
 HOW_TO_BUILD = (
     "install the GPU's driver and a package built for it: pip install . -C cmake.define.GGML_CUDA=ON, or GGML_VULKAN=ON, "
     "as docs/using/install.md describes"
@@ -121,28 +121,31 @@ def gpu_report(options: GpuReportOptions, console: Console) -> Report:
     chosen = choose_devices(devices, options.device)
     report = Report(json_path, page_path, describe_machine(devices, run.log))
     report.write(options.force)
-    n_threads = usable_cores()
-    with console.bar("gpu-report", len(chosen) * len(with_baselines(types)), "type") as bar:
+    types = with_baselines(types)
+    with console.bar("gpu-report", len(chosen) * len(types), "type") as bar:
         for i, device in enumerate(chosen):
             console.note(f"{device.name}: {device.description}")
-            start = time.monotonic()
-            device_end = start + (end - start) / (len(chosen) - i)
-            results = DeviceReport(device, [new_result(type_) for type_ in with_baselines(types)])
-            report.devices.append(results)
-            shape, results.problem = choose_shape(device, n_threads, min(START_SECONDS, max(device_end - start, 1.0)))
-            results.rows = shape.rows
-            for j, result in enumerate(results.results):
-                remaining = device_end - time.monotonic()
-                limit = min(remaining, max(TYPE_SECONDS, 2 * remaining / (len(results.results) - j)))
-                if limit < 1:
-                    result.failures.append(f"not measured: the time is over; pass a larger --minutes, or --type {result.type.lower()}")
-                else:
-                    with tempfile.TemporaryDirectory(prefix="ggml-ext-gpu-", ignore_cleanup_errors=True) as directory:
-                        check_type(encoder, device.name, GGMLQuantizationType[result.type], shape, Path(directory), n_threads, limit, result)
-                results.seconds = time.monotonic() - start
-                report.write()
-                bar.update()
+            now = time.monotonic()
+            check_device(DeviceReport(device, [new_result(t) for t in types]), report, encoder, (end - now) / (len(chosen) - i), bar)
     return report
+
+
+def check_device(results: DeviceReport, report: Report, encoder: library.Library, seconds: float, bar: Bar) -> None:
+    """Check all types on a device within a time limit, and add the results to the report."""
+    start, n_threads, name = time.monotonic(), usable_cores(), results.device.name
+    report.devices.append(results)
+    shape, results.problem = choose_shape(results.device, n_threads, min(START_SECONDS, max(seconds, 1.0)))
+    results.rows = shape.rows
+    for result in results.results:
+        limit = min(start + seconds - time.monotonic(), TYPE_SHARE * seconds)
+        if limit < 1:
+            result.failures.append(f"not measured: the time is over; pass a larger --minutes, or --type {result.type.lower()}")
+        else:
+            with tempfile.TemporaryDirectory(prefix="ggml-ext-gpu-", ignore_cleanup_errors=True) as directory:
+                check_type(encoder, name, GGMLQuantizationType[result.type], shape, Path(directory), n_threads, limit, result)
+        results.seconds = time.monotonic() - start
+        report.write()
+        bar.update()
 
 
 def choose_devices(devices: Sequence[Device], name: str | None) -> list[Device]:
@@ -160,7 +163,8 @@ def choose_devices(devices: Sequence[Device], name: str | None) -> list[Device]:
 
 def with_baselines(types: Sequence[GGMLQuantizationType]) -> list[GGMLQuantizationType]:
     """Return the standard types that the types are compared with, and the types."""
-    return [*dict.fromkeys(GGMLQuantizationType[name] for type_ in types for name in baselines(bits_per_weight(type_))), *types]
+    standard = {GGMLQuantizationType[name] for type_ in types for name in baselines(bits_per_weight(type_))}
+    return [*sorted(standard, key=bits_per_weight), *types]
 
 
 def new_result(type_: GGMLQuantizationType) -> TypeResult:

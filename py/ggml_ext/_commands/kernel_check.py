@@ -132,6 +132,10 @@ def make_inputs(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return inputs
 
 
+def count_columns(n: int) -> str:
+    return f"{n} column{'s' * (n > 1)}"
+
+
 def make_checks(type_: T, matrix: Matrix, with_experts: bool, directory: Path, rng: np.random.Generator) -> Iterator[Check]:
     """Yield the checks of a matrix. Their activations are written to files in the directory."""
     n_rows, columns = matrix.values.shape
@@ -147,7 +151,7 @@ def make_checks(type_: T, matrix: Matrix, with_experts: bool, directory: Path, r
     for n in N_COLUMNS:
         inputs = make_inputs((n, columns), rng)
         yield check(
-            f"MUL_MAT, {n} columns", inputs.astype(np.float64) @ matrix.values.T, inputs, op="MUL_MAT", weights=[columns, n_rows, 1],
+            f"MUL_MAT, {count_columns(n)}", inputs.astype(np.float64) @ matrix.values.T, inputs, op="MUL_MAT", weights=[columns, n_rows, 1],
             inputs=[columns, n, 1],
         )
     for n in ID_COLUMNS if with_experts else ():
@@ -156,7 +160,7 @@ def make_checks(type_: T, matrix: Matrix, with_experts: bool, directory: Path, r
         inputs = make_inputs((n, N_USED, columns), rng)
         expected = np.einsum("tumk,tuk->tum", experts[ids], inputs.astype(np.float64))
         yield check(
-            f"MUL_MAT_ID, {n} columns", expected, inputs, op="MUL_MAT_ID", weights=[columns, EXPERT_ROWS, N_EXPERTS],
+            f"MUL_MAT_ID, {count_columns(n)}", expected, inputs, op="MUL_MAT_ID", weights=[columns, EXPERT_ROWS, N_EXPERTS],
             inputs=[columns, N_USED, n], ids=ids.tolist(),
         )
     yield check("GET_ROWS", matrix.values[list(ROW_IDS)], op="GET_ROWS", weights=[columns, n_rows, 1], ids=[list(ROW_IDS)])

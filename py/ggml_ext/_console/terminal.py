@@ -25,13 +25,6 @@ class QuietOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgressOptions(QuietOptions):
-    """Output options of commands that take minutes and write no model."""
-
-    progress: bool = option(False, help="show the progress bar even if stderr is not a terminal")
-
-
-@dataclass(frozen=True, kw_only=True)
 class TerminalOptions:
     """Output options of commands that write a model."""
 

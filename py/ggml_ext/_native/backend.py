@@ -17,6 +17,7 @@ Without `device` the program lists the devices.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ def _run(job: dict[str, Any], seconds: float) -> BackendRun:
     command = [sys.executable, "-I", str(PROGRAM), to_json({"library": str(path), "directory": str(path.parent), **job})]
     code, log = run_limited(command, Path(), seconds)
     values = [json.loads(text) for text in re.findall(r"^result (.*)$", log, re.M)]
-    log = re.sub(r"\n?^result .*\n", "", log, flags=re.M).strip()
+    log = re.sub(r"\n?^result .*\n", "", log, flags=re.M).strip().replace(os.path.expanduser("~"), "~")  # users publish it
     if code is None:
         return BackendRun(values, "hung", f"hung or too slow, stopped after {seconds:.0f} s", log)
     if code:
