@@ -162,9 +162,9 @@ def choose_devices(devices: Sequence[Device], name: str | None) -> list[Device]:
 
 
 def with_baselines(types: Sequence[GGMLQuantizationType]) -> list[GGMLQuantizationType]:
-    """Return the standard types that the types are compared with, and the types."""
+    """Return the types and the standard types that they are compared with, which come last because time may run out."""
     standard = {GGMLQuantizationType[name] for type_ in types for name in baselines(bits_per_weight(type_))}
-    return [*sorted(standard, key=bits_per_weight), *types]
+    return [*types, *sorted(standard, key=bits_per_weight)]
 
 
 def new_result(type_: GGMLQuantizationType) -> TypeResult:
