@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from .._base.types import WEIGHT_TYPES
 from .._formats.gguf_file import bits_per_weight
 from .._native import backend
 from .._native.backend import Case
@@ -36,7 +37,7 @@ MAX_ROW_ERROR = 32 * float(np.finfo(np.float32).eps)
 SPEED_ROWS, SPEED_ROW = 14336, 4096  # of the timed matrix, as ffn_up of an 8B model
 SPEED_COLUMNS = {"tokens": 1, "prompt": 512}
 SPEED_SECONDS = {"tokens": 0.5, "prompt": 1.0}  # of repetitions
-COLD_BYTES = 512 << 20  # more than the caches of any GPU
+COLD_BYTES = 256 << 20  # of the smallest type; more than the caches of any GPU
 PROMPT_COPIES = 4
 PROBE_ROWS, MIN_ROWS = 512, 64
 PROBE_RUNS = 3
@@ -197,10 +198,12 @@ def choose_shape(device: backend.Device, n_threads: int, seconds: float) -> tupl
         n = SPEED_ROWS
         while n > MIN_ROWS and n * per_row > SPEED_SECONDS[what]:
             n //= 2
-        n_bytes = n * SPEED_ROW * bits_per_weight(T.Q5_K) / 8
-        limits = [COLD_BYTES / n_bytes if what == "tokens" else PROMPT_COPIES, SPEED_SECONDS[what] / (n * per_row or 1.0)]
+        smallest, largest = (n * SPEED_ROW * bpw / 8 for bpw in (min(info.bpw for info in WEIGHT_TYPES.values()), bits_per_weight(T.Q5_K)))
+        limits = [COLD_BYTES / smallest if what == "tokens" else PROMPT_COPIES]
+        if per_row:
+            limits.append(SPEED_SECONDS[what] / (n * per_row))
         if device.free:
-            limits.append(device.free / 4 / (n_bytes + 4 * n * SPEED_COLUMNS[what]))
+            limits.append(device.free / 4 / (largest + 4 * n * SPEED_COLUMNS[what]))
         rows[what], copies[what] = n, max(int(min(limits)), 1)
     return SpeedShape(rows, copies), ""
 
