@@ -34,7 +34,11 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext gpu-report") -> in
         if problem := report.problem():
             raise UserError(problem)
 
-    return run_command(run, lambda: f"the results until now are in {getattr(args, 'output', 'gpu-report.json')}", args=args)
+    def stopped() -> str:
+        path = getattr(args, "output", None)
+        return f"the results until now are in {path}" if path is not None and path.exists() else "nothing was written"
+
+    return run_command(run, stopped, args=args)
 
 
 if __name__ == "__main__":
