@@ -21,6 +21,7 @@ COMMANDS = {
     "upload": "upload a file and its model card to the Hugging Face hub",
     "new-metadata": "run gguf-new-metadata: copy a file with another name, chat template or special tokens",
     "set-metadata": "run gguf-set-metadata: change the value of a key in a file",
+    "gpu-report": "check the kernels on the GPUs of this machine, and write a report for the maintainers",
     "libdir": "print the directory of the libraries, for programs that load libllama",
 }
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ggml_ext import api, bench, evaluate, export, inspect, quantize, scale_adapter, upload
+from ggml_ext import api, bench, evaluate, export, gpu_report, inspect, quantize, scale_adapter, upload
 from ggml_ext._base.option import Option, list_options
 from ggml_ext._commands.evaluating import EvaluateOptions
 from ggml_ext._commands.exporting import ExportOptions
@@ -21,7 +21,8 @@ from ggml_ext._commands.options import QuantizeOptions
 from ggml_ext._console.cli import Parser, add_common_options
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {"quantize": quantize, "evaluate": evaluate, "bench": bench, "export": export, "scale-adapter": scale_adapter, "upload": upload, "inspect": inspect}
+COMMANDS = {"quantize": quantize, "evaluate": evaluate, "bench": bench, "export": export, "scale-adapter": scale_adapter, "upload": upload, "inspect": inspect,
+            "gpu-report": gpu_report}
 FUNCTIONS: dict[Callable, type] = {
     api.quantize_model: QuantizeOptions, api.export_model: ExportOptions, api.evaluate_models: EvaluateOptions,
     api.inspect_model: InspectOptions,

@@ -67,7 +67,7 @@ def test_large_functions_are_noticed():
 def test_command_lines_stay_in_the_console():
     """Only the commands and _console import argparse."""
     users = {p.relative_to(PACKAGE).parts[0] for p in PACKAGE.rglob("*.py") if "import argparse" in p.read_text() and "convert" not in p.parts}
-    commands = {f"{name}.py" for name in ("__main__", "bench", "evaluate", "export", "inspect", "libdir", "quantize", "scale_adapter", "upload")}
+    commands = {f"{name}.py" for name in ("__main__", "bench", "evaluate", "export", "gpu_report", "inspect", "libdir", "quantize", "scale_adapter", "upload")}
     assert users == {"_console", *commands}
 
 

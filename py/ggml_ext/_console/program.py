@@ -66,12 +66,18 @@ class Measurement(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuringOptions:
+class ProgressOptions:
+    """Output options of commands that measure for minutes."""
+
+    progress: bool = option(False, help="show the progress bars even if stderr is not a terminal")
+    quiet: bool = option(False, short="-q", help="print tables, errors and warnings only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions(ProgressOptions):
     """Output options of commands that measure models."""
 
     json: bool = option(False, help="print one JSON object instead of tables")
-    progress: bool = option(False, help="show the progress bars even if stderr is not a terminal")
-    quiet: bool = option(False, short="-q", help="print tables, errors and warnings only")
 
 
 def run_measuring(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -47,6 +48,21 @@ def run_logged(command: list[str], directory: Path, on_output: Callable[[str], N
     with log_file() as log:
         with start_program(command, directory, None, subprocess.DEVNULL, subprocess.STDOUT, stdout=log) as process:
             code = _wait(process, lambda: None if on_output is None else on_output(_read_text(log)))
+        return code, _read_text(log)
+
+
+def run_limited(command: list[str], directory: Path, seconds: float) -> tuple[int | None, str]:
+    """Run a program for a limited time. Return its exit code, None if it was stopped, and its output."""
+    end = time.monotonic() + seconds
+
+    def check_time() -> None:
+        if time.monotonic() > end:
+            raise TimeoutError
+
+    with log_file() as log:
+        code = None
+        with contextlib.suppress(TimeoutError), start_program(command, directory, None, subprocess.DEVNULL, subprocess.STDOUT, stdout=log) as process:
+            code = _wait(process, check_time)
         return code, _read_text(log)
 
 
@@ -148,7 +164,8 @@ def start_program(
                     process.wait(10)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait()
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # a program inside a GPU driver that hangs does not end
+                        process.wait(60)
             for pipe in filter(None, (process.stdin, process.stdout)):
                 with contextlib.suppress(OSError):
                     pipe.close()
