@@ -156,6 +156,13 @@ def test_time_limit_is_reported(tmp_path, monkeypatch):
     assert "pass a larger --minutes, or --type itq4_t" in results["ITQ4_T"]["failures"][0] and "not measured" in page
 
 
+def test_slow_type_is_right_without_speed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_check, "SPEED_SHARE", 1.0)
+    done, results, page = report(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert results["ITQ4_T"]["correct"] == "yes" and not results["ITQ4_T"]["seconds"] and "- ITQ4_T: speed not measured" in page
+
+
 def test_machine_without_gpu(tmp_path, monkeypatch):
     cpu = Device("CPU", "a CPU", "CPU", "cpu", 0, 0)
     monkeypatch.setattr(backend, "list_devices", lambda _: ([cpu], BackendRun([], "ended", "", "")))

@@ -42,6 +42,7 @@ PROMPT_COPIES = 4
 PROBE_ROWS, MIN_ROWS = 512, 64
 PROBE_RUNS = 3
 LOG_LINES = 20  # of a program that failed
+SPEED_SHARE = 0.2  # least part of a type's time in which its speed is measured
 MAX_CRASHES = 3  # of one type, after each of which the other cases go on
 
 
@@ -235,9 +236,12 @@ def check_type(
     n_failures = len(result.failures)
     add_errors(result, [c for c in checks if times.get(c.case["name"])])
     is_wrong = len(result.failures) > n_failures
-    if outcome != "hung":
+    remaining = end - time.monotonic()
+    if outcome != "hung" and remaining < SPEED_SHARE * seconds:
+        result.failures.append("speed not measured: the checks took the time; pass a larger --minutes")
+    elif outcome != "hung":
         cases = speed_cases(type_, shape, weights_file=str(matrices[0].path), inputs_file=str(inputs))
-        run = backend.run_cases(device, cases, n_threads, max(end - time.monotonic(), 1.0))
+        run = backend.run_cases(device, cases, n_threads, remaining)
         add_failure(result, run)
         add_speed(result, shape, run.seconds())
         outcome = run.outcome if outcome == "ended" else outcome
