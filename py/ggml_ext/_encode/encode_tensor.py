@@ -32,13 +32,17 @@ class SourceTensor:
     tensor: Tensor
     codec: Codec
 
+    def read_rows(self, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
+        """Read the model's weights of a chunk, float32 (n_rows, n_per_row). UserError if the type cannot hold them."""
+        return self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], qtype)
+
+    def weights(self, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
+        """Return the weights of a chunk that are encoded, float32 (n_rows, n_per_row)."""
+        return self.read_rows(chunk, qtype)
+
     def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first row and the weights, float32 (n_rows, n_per_row), of all chunks in order."""
-
-        def read(chunk: Chunk) -> tuple[int, np.ndarray]:
-            return chunk[0], self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], qtype)
-
-        yield from map_items(read, row_chunks(self.tensor))
+        yield from map_items(lambda chunk: (chunk[0], self.weights(chunk, qtype)), row_chunks(self.tensor))
 
     def encode_rows(self, chunk: Chunk, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
         """Encode a chunk to uint8 (n_rows, row_bytes) and measure its error."""
@@ -51,8 +55,8 @@ class CorrectedTensor(SourceTensor):
 
     corrected: Callable[[Chunk], np.ndarray]  # returns float32 (n_rows, n_per_row)
 
-    def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
-        yield from map_items(lambda chunk: (chunk[0], self.corrected(chunk)), row_chunks(self.tensor))
+    def weights(self, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
+        return self.corrected(chunk)
 
     def encode_rows(self, chunk: Chunk, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
         corrected = self.corrected(chunk)

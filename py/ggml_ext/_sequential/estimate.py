@@ -26,7 +26,7 @@ PASSES = 2  # runs of the model: each stream computes each product once (stream-
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 3
 # Tokens per column from which on Hessians are full. With fewer they do not gain on all models (docs/results/sequential.md#few-tokens-per-column).
 ENOUGH_TOKENS = 7
-ENCODED_BYTES = 0.75  # of a weight in an encoded matrix and its copies
+ENCODED_BYTES = 0.75  # per weight of an encoded matrix, with its copies
 
 
 def configure_propagation(

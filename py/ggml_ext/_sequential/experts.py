@@ -15,10 +15,9 @@ from .._native.streams import FLAG, HINT
 from .sums import Sums
 
 
-def read_weights(source: SourceTensor, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
-    """Read rows of the model's weights, float32 (n_rows, n_per_row), which may be changed."""
-    weights = source.codec.weights(source.file.rows(source.tensor, *chunk), source.tensor, chunk[0], qtype)
-    return np.require(weights, requirements="W")
+def copy_rows(source: SourceTensor, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
+    """Read rows of the model's weights, float32 (n_rows, n_per_row), that may be changed."""
+    return np.require(source.read_rows(chunk, qtype), requirements="W")  # those of F32 are in the file's memory
 
 
 def check_corrected(name: str, weights: np.ndarray) -> None:
@@ -59,7 +58,7 @@ class ExpertCorrections:
 
     def rows(self, source: SourceTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, chunk: Chunk) -> np.ndarray:
         """Return corrected rows of a matrix, float32 (n_rows, n_per_row). calibration: that of its inputs."""
-        weights = read_weights(source, chunk, qtype)
+        weights = copy_rows(source, chunk, qtype)
         for part, i in calibration.slices(source.tensor, *chunk):
             weights[part] += weights[part] @ self._transforms.get(i)
         check_corrected(source.tensor.name, weights)

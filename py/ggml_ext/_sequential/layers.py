@@ -33,7 +33,7 @@ from .._formats.tensor_types import IMATRIX_TYPES, metric_name
 from .._native.streams import FLAG, HINT, LayerStreams, ProductGroup
 from .._plan.plan import PlannedTensor, QuantizationPlan
 from .._plan.rules import TOKEN_EMBD
-from .experts import ExpertCorrections, check_corrected, make_corrector, read_weights
+from .experts import ExpertCorrections, check_corrected, copy_rows, make_corrector
 from .sums import RowSums, StoredRowSums, Sums, sole_narrow_product
 
 TEMPORARY = ".propagation-"
@@ -200,8 +200,7 @@ class SequentialQuantizer:
         """Encode the token embeddings, which have no inputs."""
         data = self._read_finished(planned.name)
         if data is None:
-            source = SourceTensor(self.file, planned.tensor, self.codec)
-            read = partial(read_weights, source, qtype=planned.type)
+            read = partial(self._source(planned).read_rows, qtype=planned.type)
             self._encoded[planned.name] = encoded = self._encode(planned, read, TensorCalibration())
             data = encoded.data
         self._streams.replace(planned.name, planned.type.name, data)
@@ -271,7 +270,7 @@ class SequentialQuantizer:
     def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
         """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
         streams, group = self._streams, self._streams.layers[k][g]
-        weights = {} if group.experts else {t.name: self._read_weights(t) for t in matrices}
+        weights = {} if group.experts else {t.name: copy_rows(self._source(t), (0, t.tensor.n_rows), t.type) for t in matrices}
         narrow = sole_narrow_product(group)
         factors, are_common = self.scales.column_factors(matrices[0].name), self.config.common_sums and group.inputs == streams.n_tokens
         sums = Sums(group, self._pool, factors, weights[narrow.weight] if narrow else None, bool(group.experts) and are_common)
@@ -279,24 +278,24 @@ class SequentialQuantizer:
             sums.add(streams.compute_inputs(k, g, chunk, advance_original))
         sums.flush()
         hessian = sums.hessian(f"{FLAG}: layer {k}", kind_for(group.columns, self.config.kind, self.config.full_columns))
-        diagonal = hessian_diagonal(sums)
-        calibration = TensorCalibration.from_hessian(diagonal, hessian)
+        calibration = TensorCalibration.from_hessian(hessian_diagonal(sums), hessian)
         if group.experts:
             corrections = ExpertCorrections(sums, [t.name for t in matrices])
             corrected: dict[str, CorrectedRows] = {
-                t.name: partial(corrections.rows, SourceTensor(self.file, t.tensor, self.codec), t.type, calibration) for t in matrices
+                t.name: partial(corrections.rows, self._source(t), t.type, calibration) for t in matrices
             }
         else:
             self._correct(weights, sums)
             corrected = {name: partial(_slice, values) for name, values in weights.items()}
         del sums, weights  # whose memory is as large as the metric's
-        self._encode_corrected(matrices, corrected, diagonal, hessian)
+        self._encode_corrected(matrices, corrected, calibration)
 
     def _encode_corrected(
-        self, matrices: list[PlannedTensor], corrected: dict[str, CorrectedRows], diagonal: np.ndarray, hessian: TensorHessian
+        self, matrices: list[PlannedTensor], corrected: dict[str, CorrectedRows], calibration: TensorCalibration
     ) -> None:
-        """Encode matrices with one input. corrected: their weights; diagonal, hessian: of the input."""
-        calibration = TensorCalibration.from_hessian(diagonal, hessian)
+        """Encode matrices with one input. corrected: their weights; calibration: of the input."""
+        diagonal, hessian = calibration.diagonal, calibration.hessian
+        assert diagonal is not None and hessian is not None
         metrics: dict[str, PerExpert[Metric]] = {}
         for t in matrices:
             self.hessians[t.name] = replace(hessian, stored=np.empty(0))
@@ -313,9 +312,8 @@ class SequentialQuantizer:
     def _metric_maker(self, planned: PlannedTensor, calibration: TensorCalibration) -> Callable[[int], Metric]:
         return lambda expert: self.codec.metric(planned.tensor, planned.type, calibration, expert, self.warn)
 
-    def _read_weights(self, planned: PlannedTensor) -> np.ndarray:
-        """Read all weights of a matrix, float32 (n_rows, n_per_row)."""
-        return read_weights(SourceTensor(self.file, planned.tensor, self.codec), (0, planned.tensor.n_rows), planned.type)
+    def _source(self, planned: PlannedTensor) -> SourceTensor:
+        return SourceTensor(self.file, planned.tensor, self.codec)
 
     def _correct(self, weights: dict[str, np.ndarray], sums: Sums) -> None:
         """Correct the weights of the matrices with one input, float32 (rows, columns) by name, without experts. Raise UserError if they

@@ -195,7 +195,7 @@ class Sums:
     def prepare_blend(self) -> None:
         """Compute what expert_sums() needs of all H and D, of which D may then be overwritten one by one."""
         if len(self.h) > 1:
-            assert self._totals
+            self._totals  # noqa: B018  cached
 
     @cached_property
     def _totals(self) -> tuple[np.ndarray, np.ndarray]:
