@@ -9,10 +9,10 @@
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
 enum {
-    WIDTH      = 16,  // columns of a panel: [pair of tokens][WIDTH][2]
-    TILE_ROWS  = 8,   // of sums that stay in registers
-    N_PANELS   = 3,   // across
-    PAIRS_ONCE = 256, // pairs of tokens of which the panels of a tile stay in the L2 cache
+    WIDTH      = 16,  // columns of a panel, which is stored as [pair of tokens][WIDTH][2]
+    TILE_ROWS  = 8,   // rows of a tile; its sums stay in registers
+    N_PANELS   = 3,   // panels across a tile
+    PAIRS_ONCE = 256, // pairs of tokens per pass, so that a tile's panels stay in the L2 cache
 };
 
 bool ggml_ext_has_bf16_sums(void) {
@@ -60,9 +60,9 @@ BF16 void ggml_ext_pack_bf16_transposed(const float * x, int64_t stride, int64_t
     }
 }
 
-// Add the products of TILE_ROWS columns of `left` and `n` panels of `right` to the sums of n_rows rows and n_columns columns.
+// Add the products of TILE_ROWS columns of `left` with `n` panels of `right`, over n_pairs pairs of tokens, to n_rows x n_columns sums.
 BF16 static inline __attribute__((always_inline)) void add_tile(const int n, float * sums, int64_t stride, int64_t n_rows, int64_t n_columns,
-                                                                const int32_t * left, const int32_t * right, int64_t panel, int64_t n_pairs) {
+                                                                const int32_t * left, const int32_t * right, int64_t panel_size, int64_t n_pairs) {
     __m512 sum[TILE_ROWS][N_PANELS];
 #pragma GCC unroll 8
     for (int r = 0; r < TILE_ROWS; ++r) {
@@ -75,7 +75,7 @@ BF16 static inline __attribute__((always_inline)) void add_tile(const int n, flo
         __m512bh y[N_PANELS];
 #pragma GCC unroll 3
         for (int v = 0; v < n; ++v) {
-            y[v] = (__m512bh) _mm512_loadu_si512(right + v*panel + p*WIDTH);
+            y[v] = (__m512bh) _mm512_loadu_si512(right + v*panel_size + p*WIDTH);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < TILE_ROWS; ++r) {
@@ -103,21 +103,21 @@ BF16 static inline __attribute__((always_inline)) void add_tile(const int n, flo
 
 BF16 void ggml_ext_add_bf16(float * sums, int64_t n_columns, const void * left, const void * right, int64_t n_tokens, int64_t first_row,
                             int64_t end_row, int64_t first_column) {
-    const int64_t n_pairs = (n_tokens + 1)/2, panel = n_pairs*WIDTH;
+    const int64_t n_pairs = (n_tokens + 1)/2, panel_size = n_pairs*WIDTH;
     for (int64_t j = first_column/WIDTH*WIDTH; j < n_columns; j += N_PANELS*WIDTH) {
         for (int64_t p = 0; p < n_pairs; p += PAIRS_ONCE) {
             const int64_t   n = n_pairs - p < PAIRS_ONCE ? n_pairs - p : PAIRS_ONCE;
             const int32_t * y = (const int32_t *) right + j*n_pairs + p*WIDTH;
             for (int64_t i = first_row; i < end_row; i += TILE_ROWS) {
-                const int32_t * x    = (const int32_t *) left + i/WIDTH*panel + p*WIDTH + i%WIDTH;
+                const int32_t * x    = (const int32_t *) left + i/WIDTH*panel_size + p*WIDTH + i%WIDTH;
                 float *         out  = sums + i*n_columns + j;
                 const int64_t   rest = n_columns - j, rows = end_row - i;
                 if (rest > 2*WIDTH) {
-                    add_tile(3, out, n_columns, rows, rest, x, y, panel, n);
+                    add_tile(3, out, n_columns, rows, rest, x, y, panel_size, n);
                 } else if (rest > WIDTH) {
-                    add_tile(2, out, n_columns, rows, rest, x, y, panel, n);
+                    add_tile(2, out, n_columns, rows, rest, x, y, panel_size, n);
                 } else {
-                    add_tile(1, out, n_columns, rows, rest, x, y, panel, n);
+                    add_tile(1, out, n_columns, rows, rest, x, y, panel_size, n);
                 }
             }
         }

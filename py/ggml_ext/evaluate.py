@@ -22,7 +22,7 @@ def build_parser(prog: str = "ggml-ext evaluate") -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext evaluate") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command and return its exit code, as run_program() documents it."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> Evaluation:
         return evaluate(arguments.from_namespace(EvaluateOptions, args), terminal)

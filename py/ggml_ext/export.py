@@ -26,7 +26,7 @@ def build_parser(prog: str = "ggml-ext export") -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext export") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command and return its exit code, as run_program() documents it."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
         export(ExportSettings.parse(arguments.from_namespace(ExportOptions, args)), terminal)

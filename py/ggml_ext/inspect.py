@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext inspect") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command and return its exit code, as run_program() documents it."""
     args = argparse.Namespace()
     return run_command(
         lambda: run(build_parser(prog).parse_args(argv, args)), lambda: "nothing was changed", args=args

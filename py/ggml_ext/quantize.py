@@ -46,7 +46,7 @@ def describe_types() -> str:
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext quantize") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command and return its exit code, as run_program() documents it."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
         quantize(Settings.parse(arguments.from_namespace(QuantizeOptions, args)), terminal)

@@ -19,7 +19,7 @@ def build_parser(prog: str = "ggml-ext scale-adapter") -> argparse.ArgumentParse
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext scale-adapter") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command and return its exit code, as run_program() documents it."""
     args = argparse.Namespace()
 
     def run() -> None:

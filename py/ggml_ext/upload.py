@@ -20,7 +20,7 @@ def build_parser(prog: str = "ggml-ext upload") -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext upload") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command and return its exit code, as run_program() documents it."""
     args = argparse.Namespace()
 
     def run() -> None:

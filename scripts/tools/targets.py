@@ -6,11 +6,11 @@
                [--options "--effort fast"] [--target-options "--target-types ..."] [--out DIR]
 
 A recipe is a --type of ggml-ext (q4_k_m) or a file type of llama-quantize (Q4_K_M), with its usual types for embeddings and output. For each, make a
-file of at most the same size with --target-size. Score both with llama-perplexity --kl-divergence on a text that takes no part in calibration:
-that is --imatrix or the built-in text. Print a line of Markdown for each recipe.
+file of at most the same size with --target-size. Score both with llama-perplexity --kl-divergence on a text that was not used for
+calibration. Both files use --imatrix, by default one of the built-in text. Print a line of Markdown for each recipe.
 
---bpw takes bits per weight in place of recipes. For each, quantize runs with its comparison of the chosen types with the best fixed type that fits,
-on its own text; both files are then made and scored as above. Print which one was written.
+--bpw takes bits per weight in place of recipes. For each, quantize compares the chosen types with the best fixed type that fits, on a text of its own.
+Make both files, score them as above, and print which one quantize wrote.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compare_sizes(args: argparse.Namespace, base: BaseLogits, options: list[str]
         if check["written"] == "auto":
             quantize_with_ggml_ext(args.model, fixed, check["files"][1]["type"], *options)
         else:
-            chosen.rename(fixed)
+            chosen.rename(fixed)  # quantize wrote the fixed type
             quantize_with_ggml_ext(args.model, chosen, *target, "--no-target-check")
         for path, file in zip((chosen, fixed), check["files"], strict=True):
             kld = kl_divergence(path, base, args.threads)["Mean KLD"]

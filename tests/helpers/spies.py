@@ -1,4 +1,4 @@
-"""Calls of the quantizer to the library."""
+"""Record the quantizer's calls of the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ggml_ext._native import library
 
 
 class Spy:
-    """The quantizer in this process with an encoder that records its metrics and encodes without them."""
+    """Run the quantizer in this process. Record the metrics that it makes and uses, and encode without them."""
 
     def __init__(self, monkeypatch, lib):
         self.metrics, self.used = [], {}

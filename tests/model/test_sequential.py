@@ -218,7 +218,7 @@ def test_sequential_quantization_is_the_default(flags, is_sequential, option, mo
     given = [*([] if "--type" in flags else ["--type", "itq2_t"]), *([] if "--no-calibration" in flags else ["--imatrix-from", text]), *flags]
     done = quantize(model, "out.gguf", *given, "--calibration-chunks", 2, "--dry-run")
     lines = (done.stdout + done.stderr).splitlines()
-    assert any(line.startswith("propagation: ") for line in lines) == is_sequential
+    assert any(line.startswith("sequential quantization: ") for line in lines) == is_sequential
     assert [line for line in lines if "no sequential quantization" in line] == (
         [f"note: no sequential quantization: {option} excludes it"] if option else [])
 
@@ -264,7 +264,7 @@ def quantize_error(model, out, text, *flags, env=None) -> str:
 def test_dry_run_reports_the_cost(model, text, tmp_path, lib):
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--dry-run")
     assert done.returncode == 0 and not list(tmp_path.iterdir())
-    assert "propagation: 8 layers" in done.stdout and "besides encoding" in done.stdout and "MiB of memory" in done.stdout
+    assert "sequential quantization: 8 layers" in done.stdout and "plus encoding" in done.stdout and "MiB of memory" in done.stdout
 
 
 def test_experts_share_sums_if_memory_is_short(text, tmp_path, monkeypatch, lib):

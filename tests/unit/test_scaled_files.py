@@ -20,11 +20,11 @@ NORM, UP, DOWN = "blk.0.ffn_norm.weight", "blk.0.ffn_up.weight", "blk.0.ffn_down
 RANDOM = np.random.default_rng(1)
 
 
-def random_powers(n: int) -> np.ndarray:
+def random_exponents(n: int) -> np.ndarray:
     return RANDOM.integers(-LARGEST, LARGEST + 1, n).astype(np.int8)
 
 
-INPUTS, HIDDEN = random_powers(32), random_powers(64)
+INPUTS, HIDDEN = random_exponents(32), random_exponents(64)
 SCALES = ColumnScales({UP: INPUTS, DOWN: HIDDEN}, {NORM: INPUTS, UP: HIDDEN})
 
 
@@ -68,7 +68,7 @@ def test_scaled_weights_keep_the_function(tmp_path):
 @pytest.mark.parametrize("full", [True, False])
 def test_hessian_of_scaled_inputs(full):
     n = 300
-    hessian, factors = correlated_hessian(n, 1000), to_factors(random_powers(n))
+    hessian, factors = correlated_hessian(n, 1000), to_factors(random_exponents(n))
     actual = divide_columns(pack_triangles(hessian, full), factors, full)
     np.testing.assert_allclose(actual, pack_triangles(hessian / np.outer(factors, factors), full), rtol=4 * 2**-23)
 
@@ -97,8 +97,8 @@ def test_formula(tmp_path):
         assert chooser.is_usable(group)
         c, inputs = ((v.reshape(shape).mean(axis=1).ravel()) for v in ((weights**2).mean(axis=0), m))
         logs = np.log2(inputs) / 8 - 3 / 8 * np.log2(c)
-        powers = chooser.choose(group)
-        assert np.abs(powers / 8 - (logs - logs.mean())).max() <= 1 / 16 + 1e-6  # half a step, and rounding
+        exponents = chooser.choose(group)
+        assert np.abs(exponents / 8 - (logs - logs.mean())).max() <= 1 / 16 + 1e-6  # half a step, and rounding
     m[3] = 0
     assert chooser.choose(ScaleGroup((DOWN,), (UP,), 64, 1))[3] == 0
     assert not chooser.is_usable(ScaleGroup((UP,), (NORM,), 32, 1))  # neither quantized nor measured

@@ -45,7 +45,7 @@ class Importance:
     kind: str = "none"  # one of KINDS
     matrix: ImportanceMatrix | None = None
     hessians: HessianFile | None = None
-    text_name: str | None = None  # of the text, if ggml-ext calibrated
+    text_name: str | None = None  # of the calibration text; None if ggml-ext did not calibrate
     description: str | None = None  # replaces the usual one in the summary
     full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
     n_tokens: int = 0  # of the text; 0: read them from the Hessians
@@ -53,7 +53,7 @@ class Importance:
     warnings: list[str] = field(default_factory=list)  # from encoding
 
     def read(self, tensor: Tensor) -> TensorCalibration:
-        """Return the statistics of a tensor, without a metric, with its column scales."""
+        """Return the statistics of a tensor for its scaled columns, without a factorized Hessian."""
         if self.matrix is None or tensor.name not in self.matrix:
             return TensorCalibration()
         diagonal, hessian, factors = self.matrix.values(tensor), self.hessian(tensor), self.scales.column_factors(tensor.name)
@@ -101,8 +101,8 @@ class Importance:
         return {t.name: DeadColumns.count(matrix.values(t.tensor)) for t in plan.tensors if t.uses_imatrix}
 
     def hessians_of(self, plan: QuantizationPlan) -> dict[str, TensorHessian]:
-        """Return the Hessians that the plan's tensors are encoded under, by tensor."""
-        return {t.name: hessian for t in list_using_hessians(plan) if (hessian := self.hessian(t))}
+        """Return the Hessian of each tensor whose encoder uses one, by name."""
+        return {t.name: hessian for t in list_tensors_using_hessians(plan) if (hessian := self.hessian(t))}
 
     def hessian_uses(self, plan: QuantizationPlan) -> dict[str, HessianUse]:
         """Describe the Hessian of each tensor."""
@@ -155,8 +155,8 @@ def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | No
     Args:
         paths: the files.
         kind: the statistics to use, None for the best in the files.
-        text_name: of the text, if ggml-ext calibrated.
-        full_columns: with kind "full", the most columns of a full Hessian; None: all have to be full.
+        text_name: name of the calibration text; None if ggml-ext did not calibrate.
+        full_columns: with kind "full", the widest input that needs a full Hessian; None: all inputs do.
 
     Raises:
         UserError: a file is not an imatrix, or lacks that kind.
@@ -175,7 +175,7 @@ def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | No
     hessians = HessianFile(files)
     if kind == "full" and full_columns is None and not hessians.are_full:
         wide = "" if hessians.full_columns is None else f" of inputs of more than {hessians.full_columns:,} columns"
-        instead = "leave --importance out, which uses the full ones of the others" if wide else "pass --importance block"
+        instead = "leave --importance out to use full Hessians for the narrower inputs" if wide else "pass --importance block"
         raise UserError(
             f"--importance full: {path} has block-diagonal Hessians{wide}: make full ones with llama-imatrix --moments full, or {instead}"
         )
@@ -184,7 +184,7 @@ def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | No
     return Importance(kind, matrix, hessians, text_name, full_columns=limit)
 
 
-def list_using_hessians(plan: QuantizationPlan) -> list[Tensor]:
+def list_tensors_using_hessians(plan: QuantizationPlan) -> list[Tensor]:
     """List the tensors whose encoders use a Hessian, if there is one."""
     return [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
 
@@ -203,7 +203,7 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
     hessian_file = importance.hessians
     if hessian_file is None:
         return
-    tensors = list_using_hessians(plan)
+    tensors = list_tensors_using_hessians(plan)
     if not tensors:
         if is_requested:
             plan.warnings.append(f"--importance {importance.kind}: no tensor gets a type that uses more than the diagonal")
@@ -216,8 +216,9 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
             f"{hessian_file.names()[0]}, and none of a tensor that could use them, such as {tensors[0].name}; make them with "
             "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
-    for name in {hessian_file.entry_name(name): name for name, h in hessians.items() if not h.stored_full}.values():
-        hessians[name].check()
+    # tensors with the same input share an entry, which is checked once
+    for hessian in {hessian_file.entry_name(name): hessian for name, hessian in hessians.items() if not hessian.stored_full}.values():
+        hessian.check()
     if missing := [t.name for t in tensors if t.name not in hessians]:
         plan.warnings.append(
             f"--imatrix: {hessian_file.path} has no Hessians for {len(missing)} of {len(tensors)} tensors, which use the "

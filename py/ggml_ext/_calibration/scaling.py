@@ -73,11 +73,11 @@ def choose_column_scales(
     columns: dict[str, np.ndarray] = {}
     rows: dict[str, np.ndarray] = {}
     with ThreadPoolExecutor(n_threads) as pool, console.bar("column scales", len(usable), "group") as bar:
-        for group, powers in zip(usable, pool.map(chooser.choose, usable), strict=True):
+        for group, exponents in zip(usable, pool.map(chooser.choose, usable), strict=True):
             # consumers repeat the heads of producers
-            spread = np.repeat(powers.reshape(-1, 1, group.block), group.repeat, axis=1).ravel()
+            spread = np.repeat(exponents.reshape(-1, 1, group.block), group.repeat, axis=1).ravel()
             columns |= dict.fromkeys(group.consumers, spread)
-            rows |= dict.fromkeys(group.producers, powers)
+            rows |= dict.fromkeys(group.producers, exponents)
             bar.update()
     if columns:
         console.note(f"column scales for {len(columns)} matrices; --no-column-scales leaves them out")
@@ -104,7 +104,7 @@ class _Chooser:
         return is_float and in_layers and not self.quantized.isdisjoint(group.consumers) and any(name in self.matrix for name in group.consumers)
 
     def choose(self, group: ScaleGroup) -> np.ndarray:
-        """Return the powers of the rows of the producers, int8 (n_rows,)."""
+        """Return the exponents of the rows of the producers, int8 (n_rows,)."""
         consumers = [self.tensors[name] for name in group.consumers]
         inputs = next(self.matrix.values(t) for t in consumers if t.name in self.matrix).mean(axis=0, dtype=np.float64)
         weights, n_rows = np.zeros(len(inputs)), 0

@@ -30,8 +30,8 @@ from .gpu_page import DeviceReport, Machine, baselines, build_page
 from .kernel_check import TypeResult, check_type, choose_shape
 
 GPU_KINDS = ("gpu", "igpu")
-START_SECONDS = 120.0  # of listing devices and of the first product, for which drivers may compile all kernels of the backend
-TYPE_SHARE = 0.1  # time limit of a type, of the device's time
+START_SECONDS = 120.0  # limit for listing the devices, and for the first product, where a driver may compile all kernels of the backend
+TYPE_SHARE = 0.1  # part of a device's time that one type may take
 HOW_TO_BUILD = (
     "install the GPU's driver and a package built for it: pip install . -C cmake.define.GGML_CUDA=ON, or GGML_VULKAN=ON, "
     "as docs/using/install.md describes"
@@ -43,7 +43,7 @@ class GpuReportOptions:
     """Options of `ggml-ext gpu-report`."""
 
     output: Path = option(
-        Path("gpu-report.json"), short="-o", metavar="FILE", help="JSON file to write, and a page next to it in .md (default: gpu-report.json)"
+        Path("gpu-report.json"), short="-o", metavar="FILE", help="JSON file to write; the page next to it ends in .md (default: gpu-report.json)"
     )
     device: str | None = option(None, metavar="NAME", help="device to check, such as CUDA0, Vulkan0 or CPU (default: all GPUs)")
     type: str | None = option(None, metavar="TYPES", help="ggml-ext types to check, with commas (default: all)")
@@ -51,7 +51,7 @@ class GpuReportOptions:
     force: bool = option(False, short="-f", help="replace the files if they exist")
 
     def types(self) -> list[GGMLQuantizationType]:
-        """Return the ggml-ext types to check. UserError for another name."""
+        """Return the ggml-ext types to check. Raise UserError for an unknown name."""
         names = list(WEIGHT_TYPES) if self.type is None else self.type.lower().split(",")
         for name in names:
             if name not in WEIGHT_TYPES:
@@ -109,7 +109,7 @@ class Report:
 
 
 def gpu_report(options: GpuReportOptions, console: Console) -> Report:
-    """Check all types on the chosen devices. Raise UserError with a way out."""
+    """Check all types on the chosen devices. Raise UserError if the libraries are missing, or no device can be checked."""
     end = time.monotonic() + 60 * options.minutes
     types, (json_path, page_path) = options.types(), options.paths()
     encoder = library.load()
@@ -130,20 +130,20 @@ def gpu_report(options: GpuReportOptions, console: Console) -> Report:
     return report
 
 
-def check_device(results: DeviceReport, report: Report, encoder: library.Library, seconds: float, bar: Bar) -> None:
+def check_device(device_report: DeviceReport, report: Report, encoder: library.Library, seconds: float, bar: Bar) -> None:
     """Check all types on a device within a time limit, and add the results to the report."""
-    start, n_threads, name = time.monotonic(), usable_cores(), results.device.name
-    report.devices.append(results)
-    shape, results.problem = choose_shape(results.device, n_threads, min(START_SECONDS, max(seconds, 1.0)))
-    results.rows = shape.rows
-    for result in results.results:
+    start, n_threads, name = time.monotonic(), usable_cores(), device_report.device.name
+    report.devices.append(device_report)
+    shape, device_report.problem = choose_shape(device_report.device, n_threads, min(START_SECONDS, max(seconds, 1.0)))
+    device_report.rows = shape.rows
+    for result in device_report.results:
         limit = min(start + seconds - time.monotonic(), TYPE_SHARE * seconds)
         if limit < 1:
-            result.failures.append(f"not measured: the time is over; pass a larger --minutes, or --type {result.type.lower()}")
+            result.failures.append(f"not measured: time limit reached; pass a larger --minutes, or --type {result.type.lower()}")
         else:
             with tempfile.TemporaryDirectory(prefix="ggml-ext-gpu-", ignore_cleanup_errors=True) as directory:
                 check_type(encoder, name, GGMLQuantizationType[result.type], shape, Path(directory), n_threads, limit, result)
-        results.seconds = time.monotonic() - start
+        device_report.seconds = time.monotonic() - start
         report.write()
         bar.update()
 
@@ -158,7 +158,7 @@ def choose_devices(devices: Sequence[Device], name: str | None) -> list[Device]:
         return chosen
     if chosen := [d for d in devices if d.kind in GPU_KINDS]:
         return chosen
-    raise UserError(f"no GPU was found; the devices are: {listed}; {HOW_TO_BUILD}; --device CPU tries the command")
+    raise UserError(f"no GPU was found; the devices are: {listed}; {HOW_TO_BUILD}; to try the command without one, pass --device CPU")
 
 
 def with_baselines(types: Sequence[GGMLQuantizationType]) -> list[GGMLQuantizationType]:

@@ -66,14 +66,14 @@ def hash_entry(text: str) -> str:
 
 def scales_of_adapter(adapter: GGUFFile, scales: ColumnScales) -> ColumnScales:
     """Return the scales of the adapter's tensors: those of columns for A, those of rows for B. UserError if they do not fit."""
-    columns = {name + A: powers for name, powers in scales.columns.items()}
-    rows = {name + B: powers for name, powers in scales.rows.items()}
+    columns = {name + A: exponents for name, exponents in scales.columns.items()}
+    rows = {name + B: exponents for name, exponents in scales.rows.items()}
     for tensor in adapter.tensors:
-        powers, n = columns.get(tensor.name), tensor.ne[0]
-        if powers is None and (powers := rows.get(tensor.name)) is not None:
+        exponents, n = columns.get(tensor.name), tensor.ne[0]
+        if exponents is None and (exponents := rows.get(tensor.name)) is not None:
             n = tensor.n_rows
-        if powers is not None and len(powers) != n:
-            raise UserError(f"tensor {tensor.name} of {adapter.path} has {n:,} values for {len(powers):,} scales of {KEY}: it is for another model")
-        if powers is not None and tensor.type not in FLOAT_TYPES:
+        if exponents is not None and len(exponents) != n:
+            raise UserError(f"tensor {tensor.name} of {adapter.path} has {n:,} values for {len(exponents):,} scales of {KEY}: it is for another model")
+        if exponents is not None and tensor.type not in FLOAT_TYPES:
             raise UserError(f"tensor {tensor.name} of {adapter.path} is {tensor.type.name.lower()}, must be f32, f16 or bf16: convert the adapter again")
     return ColumnScales(columns, rows)

@@ -33,15 +33,15 @@ class SourceTensor:
     codec: Codec
 
     def read_rows(self, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
-        """Read the model's weights of a chunk, float32 (n_rows, n_per_row). UserError if the type cannot hold them."""
+        """Read the original weights of a chunk, float32 (n_rows, n_per_row). UserError if the type cannot hold them."""
         return self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], qtype)
 
     def weights(self, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
-        """Return the weights of a chunk that are encoded, float32 (n_rows, n_per_row)."""
+        """Return the weights to encode for a chunk, float32 (n_rows, n_per_row): the original ones, corrected ones in CorrectedTensor."""
         return self.read_rows(chunk, qtype)
 
     def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row and the weights, float32 (n_rows, n_per_row), of all chunks in order."""
+        """Yield the first row and weights() of each chunk, in order."""
         yield from map_items(lambda chunk: (chunk[0], self.weights(chunk, qtype)), row_chunks(self.tensor))
 
     def encode_rows(self, chunk: Chunk, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
@@ -100,7 +100,7 @@ def encode_tensor(
         calibration: statistics of the inputs; those of an expert are freed when it is encoded.
         map_items: map(), or that of a thread pool, with the same result.
         store: called for each chunk in order, with its first row and its data, uint8 (n_rows, row_bytes).
-        sample: chunks to encode, without a codebook per tensor; None for all.
+        sample: the chunks to encode, None for all. A sample is encoded without a codebook of its tensor.
 
     Returns:
         The error of the encoded rows.

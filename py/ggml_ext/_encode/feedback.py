@@ -23,7 +23,7 @@ import numpy as np
 
 # Rows encoded at once: the encoders process as many together.
 GROUP = 16
-# Least multiple of mean(diag G) that is added to the diagonal of G, for any number of tokens: equal rows make G singular.
+# Smallest multiple of mean(diag G) added to the diagonal of G. Even with many tokens it is needed: equal rows make G singular.
 LEAST_DAMPING = 0.01
 
 
@@ -57,11 +57,11 @@ def oas_weight(g: np.ndarray, n_tokens: float) -> float:
     OAS (oracle approximating shrinkage) of Chen, Wiesel, Eldar and Hero 2010, arXiv 0907.4698, equation 23.
     """
     p = int(np.count_nonzero(np.diag(g)))  # padding rows have no gradients
-    squares, square = float(np.vdot(g, g)), float(np.trace(g)) ** 2
-    excess = squares - square / max(p, 1)
+    trace_of_square, squared_trace = float(np.vdot(g, g)), float(np.trace(g)) ** 2
+    excess = trace_of_square - squared_trace / max(p, 1)
     if excess <= 0:
         return 1.0
-    return min(1.0, ((1 - 2 / p) * squares + square) / ((n_tokens + 1 - 2 / p) * excess))
+    return min(1.0, ((1 - 2 / p) * trace_of_square + squared_trace) / ((n_tokens + 1 - 2 / p) * excess))
 
 
 def order_rows(g: np.ndarray) -> np.ndarray:
@@ -70,16 +70,17 @@ def order_rows(g: np.ndarray) -> np.ndarray:
     Later rows compensate the errors of earlier ones, so the last group has the rows of least diagonal, whose errors cost least. Its rows
     are eliminated from G, and the group before it is chosen in the same way.
     """
-    eliminated = np.zeros_like(g)  # rows U: of U^T U + S, S the rest
-    diagonal, is_left, groups, n_done = np.diagonal(g).copy(), np.ones(len(g), bool), [], 0  # of S
+    eliminated = np.zeros_like(g)  # rows of R in G = R^T R + S; S is the Schur complement of the rows that remain
+    diagonal = np.diagonal(g).copy()  # of S
+    remains, groups, n_done = np.ones(len(g), bool), [], 0
     while n_done < len(g):
         n = (len(g) - n_done) % GROUP or GROUP
-        last = np.argsort(np.where(is_left, diagonal, np.inf), kind="stable")[:n]
+        last = np.argsort(np.where(remains, diagonal, np.inf), kind="stable")[:n]
         rows = g[last] - eliminated[:n_done, last].T @ eliminated[:n_done]
         rows = np.linalg.solve(np.linalg.cholesky(rows[:, last]), rows)
         eliminated[n_done : n_done + n] = rows
         diagonal -= (rows**2).sum(axis=0)
-        is_left[last] = False
+        remains[last] = False
         groups.append(last)
         n_done += n
     return np.concatenate(groups[::-1])
@@ -118,7 +119,7 @@ def encode_with_row_feedback(
 
     Args:
         weights: float32 (rows, columns).
-        spans: of all its rows, which compensate each other within a span.
+        spans: consecutive spans that cover all rows. Rows compensate each other's errors only within their span.
         encode: encodes rows to bytes.
         decode: decodes them.
         n_threads: threads of `map_items`. With more threads than spans, the GROUP rows of a span are split among

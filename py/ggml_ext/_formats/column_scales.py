@@ -1,13 +1,15 @@
-"""Column scales: a file holds W diag(s) in place of W, and 1/s in what computes the inputs of W. The model's function stays the same.
+"""Column scales: a file holds W diag(s) in place of W, and the tensors that compute the inputs of W are divided by s. The model's function
+stays the same.
 
-A rotated type spreads the error of a block evenly over its columns, and the scales give loud columns less of it. They are powers of
-2^(1/8), stored as text under KEY: a line per tensor and axis with its name, "columns" (multiplied by s) or "rows" (divided by s; the
-elements of a vector), and a character per column or row, whose code is 79 plus the power. LoRA adapters of the model without scales need
-the same: ggml_ext/hooks/ggml-ext-column-scales.h.
+A rotated type spreads the error of a block evenly over its columns. The scales move error away from columns with large inputs. A scale is
+2^(e/8) with an integer exponent e. KEY holds the exponents as text, one line per tensor and axis: the tensor's name, "columns" (multiplied
+by s) or "rows" (divided by s; of a vector, its elements), and one character per column or row, with the code 79 + e. LoRA adapters of the
+unscaled model need the same scales: ggml_ext/hooks/ggml-ext-column-scales.h.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,20 +23,20 @@ from .gguf_file import GGUFFile, KeyValue, Tensor, string_value
 from .tensor_types import FLOAT_TYPES
 
 KEY = "ggml_ext.column_scales"
-STEPS = 8  # powers per factor of 2
-LARGEST = 46  # power; 2^(46/8) is 54
-ZERO = ord("O")  # the code of power 0, so that all powers are printable
+STEPS = 8  # exponents per factor of 2
+LARGEST = 46  # exponent; 2^(46/8) is 54
+ZERO = ord("O")  # the code of exponent 0; with it all codes are printable
 COLUMNS, ROWS = "columns", "rows"
 
 
-def to_factors(powers: np.ndarray) -> np.ndarray:
-    """Return the scales of powers, int8 to float32."""
-    return np.exp2(powers / STEPS).astype(np.float32)
+def to_factors(exponents: np.ndarray) -> np.ndarray:
+    """Return the scales 2^(exponents/8), float32, of exponents, int8."""
+    return np.exp2(exponents / STEPS).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class ColumnScales:
-    """The scales of a file: powers by tensor, int8 (n_columns,) and int8 (n_rows,)."""
+    """The scales of a file: exponents by tensor, int8 (n_columns,) and int8 (n_rows,)."""
 
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -46,18 +48,22 @@ class ColumnScales:
         return name in self.columns or name in self.rows
 
     def column_factors(self, name: str) -> np.ndarray | None:
-        """Return what the columns of a matrix are multiplied by, float32 (n_columns,); None for nothing."""
+        """Return the factors of a matrix's columns, float32 (n_columns,); None if they are not scaled."""
         return to_factors(self.columns[name]) if name in self.columns else None
 
     def row_divisors(self, name: str) -> np.ndarray | None:
-        """Return what the rows of a matrix, or the elements of a vector, are divided by, float32 (n_rows,); None for nothing."""
+        """Return the divisors of a matrix's rows, or of a vector's elements, float32 (n_rows,); None if they are not scaled."""
         return to_factors(self.rows[name]) if name in self.rows else None
 
     def metadata(self) -> list[KeyValue]:
         """Make the entry of the file; none without scales."""
         axes = ((COLUMNS, self.columns), (ROWS, self.rows))
-        lines = [f"{name} {axis} {_to_text(powers)}" for axis, by_name in axes for name, powers in by_name.items()]
+        lines = [f"{name} {axis} {_to_text(exponents)}" for axis, by_name in axes for name, exponents in by_name.items()]
         return [string_value(KEY, "\n".join(lines))] if lines else []
+
+    def digest(self) -> str:
+        """Return a hash of the scales, hexadecimal; empty without scales."""
+        return "".join(hashlib.sha256(entry.raw).hexdigest() for entry in self.metadata())
 
     @classmethod
     def read(cls, file: GGUFFile) -> ColumnScales:
@@ -66,15 +72,15 @@ class ColumnScales:
         sizes = {t.name: {COLUMNS: t.ne[0], ROWS: t.n_elements // t.ne[0] if t.n_dims > 1 else t.ne[0]} for t in file.tensors}
         for line in (file.value(KEY) or "").splitlines():
             name, axis, text = (*line.split(" "), "", "")[:3]
-            powers = np.frombuffer(text.encode(), np.uint8).astype(np.int16) - ZERO
-            if name not in sizes or axis not in axes or len(powers) != sizes[name][axis] or np.abs(powers).max(initial=0) > LARGEST:
+            exponents = np.frombuffer(text.encode(), np.uint8).astype(np.int16) - ZERO
+            if name not in sizes or axis not in axes or len(exponents) != sizes[name][axis] or np.abs(exponents).max(initial=0) > LARGEST:
                 raise UserError(f"{file.path}: {KEY} does not fit tensor {name}: the file is damaged; quantize the model again")
-            axes[axis][name] = powers.astype(np.int8)
+            axes[axis][name] = exponents.astype(np.int8)
         return cls(axes[COLUMNS], axes[ROWS])
 
 
-def _to_text(powers: np.ndarray) -> str:
-    return (powers + ZERO).astype(np.uint8).tobytes().decode()
+def _to_text(exponents: np.ndarray) -> str:
+    return (exponents + ZERO).astype(np.uint8).tobytes().decode()
 
 
 class ScaledFile(GGUFFile):

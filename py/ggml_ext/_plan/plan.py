@@ -213,7 +213,7 @@ class QuantizationPlan:
     tensors: list[PlannedTensor] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # known before calibration
-    # llama-quantize requires an imatrix for it in layers (Q2_K in a Q2_K_S file), besides IMATRIX_TYPES
+    # A type that needs an imatrix in the layers of this file type, besides IMATRIX_TYPES: Q2_K in a Q2_K_S file, as in llama-quantize
     imatrix_required_type: GGMLQuantizationType | None = None
 
     @property
@@ -308,8 +308,8 @@ def fit_to_row(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationT
     return fitting
 
 
-def check_fallbacks(plan: QuantizationPlan, are_refused: bool) -> None:
-    """Raise UserError for the first fallback, if --no-fallback refuses them (are_refused). The same code in shorter blocks is allowed."""
+def check_fallbacks(plan: QuantizationPlan, no_fallback: bool) -> None:
+    """With --no-fallback, raise UserError for the first fallback that is not the same code in shorter blocks."""
     refused = next((f.describe(names) for f, names in plan.fallbacks().items() if not f.is_same_code), None)
-    if are_refused and refused:
+    if no_fallback and refused:
         raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")

@@ -22,9 +22,10 @@ from .._native.streams import FLAG, HINT
 from .layers import ROWS_TOGETHER, PropagationConfig
 
 PASSES = 2  # runs of the model: each stream computes each product once (stream-pair.cpp)
-# Chunks with gradients, and their runs of the model: forward, then by layers forward and back.
+# Chunks that gradients are computed for, and the runs of the model on them: one forward, then forward and backward layer by layer.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 3
-# Tokens per column from which on Hessians are full. With fewer they do not gain on all models (docs/results/sequential.md#few-tokens-per-column).
+# Inputs with at least this many tokens per column get full Hessians. With fewer tokens, full Hessians do not help all models
+# (docs/results/sequential.md#few-tokens-per-column).
 ENOUGH_TOKENS = 7
 ENCODED_BYTES = 0.75  # per weight of an encoded matrix, with its copies
 
@@ -68,7 +69,7 @@ def configure_propagation(
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What sequential quantization does within the memory limit."""
+    """The choices that keep sequential quantization within the memory limit."""
 
     sums_bytes: int
     common_sums: bool  # of experts
@@ -78,16 +79,16 @@ class MemoryUse:
 
 def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, use: MemoryUse) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
-    n_tokens, n_learned = setup.n_tokens, use.n_gradient_chunks * setup.n_context
+    n_tokens, n_gradient_tokens = setup.n_tokens, use.n_gradient_chunks * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
-    # temporary files: of both models the streams and, within a layer, what the next group of matrices needs (stream-pair.h); outputs of layers, and
-    # row statistics in half precision
+    # Temporary files: the streams of both models; within a layer, the values that the next group of matrices starts from (stream-pair.h);
+    # the outputs of all layers and the row statistics G, in 16 bits.
     kept = max((i.n_used * i.n_columns for i in setup.cost.inputs), default=0) + 3 * embd
-    temporary = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_learned + 2 * count_row_sums(file).total()
+    temporary = (8 * embd + 4 * kept) * n_tokens + 2 * embd * len(setup.cost.layers) * n_gradient_tokens + 2 * count_row_sums(file).total()
     return (
-        f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
+        f"sequential quantization: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
         f"{setup.text_title}, gradients of {use.n_gradient_chunks}, estimate "
-        f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads, use.common_sums))} on {n_threads} threads besides encoding, "
+        f"{format_duration(estimate_seconds(setup.cost, n_tokens, n_gradient_tokens, n_threads, use.common_sums))} on {n_threads} threads, plus encoding, "
         f"{(setup.cost.n_bytes + use.sums_bytes) / MIB:,.0f} MiB of memory, {temporary / MIB:,.0f} MiB of temporary files"
     )
 
@@ -95,13 +96,13 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, use: Memor
 def fit_into_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> MemoryUse:
     """Choose what fits into the memory limit, with notes on the rest. Raise UserError if the sums of a layer exceed it in any case."""
     limit, allowed = setup.memory_limit, f"the limit is {setup.memory_limit / GIB:.2f} GiB"
-    own, sums = (sums_bytes(setup.cost, file, setup.n_tokens, are_common) for are_common in (False, True))
-    if is_common := own > limit and sums < own:
+    separate, common = (sums_bytes(setup.cost, file, setup.n_tokens, are_common) for are_common in (False, True))
+    is_common = separate > limit and common < separate
+    sums = common if is_common else separate
+    if is_common:
         console.note(
-            f"{FLAG}: the experts of a layer share the sums of their inputs in ffn_gate and ffn_up: their own need {own / GIB:.2f} GiB, {allowed}"
+            f"{FLAG}: the experts of a layer share the sums of their inputs in ffn_gate and ffn_up: separate sums need {separate / GIB:.2f} GiB, {allowed}"
         )
-    else:
-        sums = own
     if sums > limit:
         raise UserError(f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, {allowed}: pass a larger --memory; {HINT}")
     n_gradient_chunks = min(GRADIENT_CHUNKS, setup.n_chunks)
@@ -113,11 +114,11 @@ def fit_into_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -
     return MemoryUse(sums, is_common, n_gradient_chunks, prefers_bf16=sums + 2 * layer_weights(file) <= limit)
 
 
-def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int, common_sums: bool = False) -> float:
-    """Estimate the time of everything but encoding. n_learned: tokens with gradients."""
+def estimate_seconds(cost: CalibrationCost, n_tokens: int, n_gradient_tokens: int, n_threads: int, common_sums: bool = False) -> float:
+    """Estimate the seconds of all steps except encoding. n_gradient_tokens: tokens that gradients are computed for."""
     inputs = [replace(i, n_matrices=1, n_used=1) if common_sums and i.is_common else i for i in cost.inputs]
-    runs = cost.run_seconds(n_threads) * (PASSES * n_tokens + GRADIENT_PASSES * n_learned)
-    sums = n_tokens * sum(sum_operations(i) for i in inputs) + n_learned * ROWS_TOGETHER * sum(i.n_rows for i in cost.inputs)
+    runs = cost.run_seconds(n_threads) * (PASSES * n_tokens + GRADIENT_PASSES * n_gradient_tokens)
+    sums = n_tokens * sum(sum_operations(i) for i in inputs) + n_gradient_tokens * ROWS_TOGETHER * sum(i.n_rows for i in cost.inputs)
     # H is factorized; D and H^-1 are multiplied with the weights, those of experts with D H^-1 (_sequential/experts.py)
     corrections = sum(
         i.n_matrices * i.n_columns**3 / 3 + (i.n_matrices * i.n_columns + i.n_rows if is_expert(i) else 2 * i.n_rows) * i.n_columns**2
@@ -128,12 +129,12 @@ def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int
 
 
 def is_narrow(i: Input) -> bool:
-    """Whether an input presumably is that of sole_narrow_product()."""
+    """Whether the input probably has one product, with fewer rows than columns, as sole_narrow_product() requires."""
     return i.n_tensors == i.n_matrices == 1 and i.n_rows < i.n_columns
 
 
 def sum_operations(i: Input) -> float:
-    """Return the operations per token of the sums H, one half of it, and D and R: Sums."""
+    """Return the operations per token of the sums (see Sums): half of the symmetric H, and D; for a narrow product W (x - x^) and R in place of D."""
     others = 2 * i.n_rows * i.n_columns if is_narrow(i) else i.n_used * i.n_columns**2
     return i.n_used * i.n_columns**2 + 2.0 * others
 
@@ -164,8 +165,8 @@ def count_row_sums(file: GGUFFile) -> Counter[int]:
 def input_bytes(i: Input, n_tokens: int, common_sums: bool) -> int:
     """Return the bytes of one input's sums and corrections.
 
-    These are packed tokens; H and D; their means over experts; the blended, packed and factorized H and the D of one matrix; and the weights with
-    their R, of experts the encoded ones alone.
+    Counted are the packed tokens; H and D; the means of both over experts; for one matrix the blended, packed and factorized H, and D; the weights
+    and their R. For experts, the encoded weights take the place of the last two.
     """
     buffer = min(token_sums.BUFFER, 2 * n_tokens * (2 * i.n_used * i.n_columns + i.n_rows // i.n_matrices))
     if is_expert(i):
