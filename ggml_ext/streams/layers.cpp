@@ -35,6 +35,15 @@ static bool is_product(const ggml_tensor * node) {
     return (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && is_weight(node->src[0]);
 }
 
+// The tensor whose memory a tensor is in.
+static const ggml_tensor * find_memory(const ggml_tensor * t) {
+    return t->view_src ? find_memory(t->view_src) : t;
+}
+
+static bool writes_to_memory(const ggml_tensor * node) {
+    return node->view_src && !is_view(node);
+}
+
 bool layered_graph::read(ggml_cgraph * source, int n_layers) {
     graph = source;
     for (int i = 0; i < graph->n_nodes; ++i) {
@@ -69,15 +78,25 @@ bool layered_graph::read(ggml_cgraph * source, int n_layers) {
 bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
     const int        n_layers = (int) ends.size();
     std::vector<int> first_use(n_layers, graph->n_nodes), last_use(n_layers, -1), last_user(graph->n_nodes);
+    std::map<const ggml_tensor *, int> writers; // by memory, such as a cache: the last node that writes to it, which no edge joins to readers
     computed.resize(graph->n_nodes);
     for (int i = 0, k = 0; i < graph->n_nodes; ++i) {
         const ggml_tensor * node    = graph->nodes[i];
         bool                depends = is_product(node);
+        const auto          use     = [&](int src) {
+            last_user[src] = i;
+            depends        = depends || computed[src];
+        };
         for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
             if (const int src = position(node->src[j]); src >= 0) {
-                last_user[src] = i;
-                depends        = depends || computed[src];
+                use(src);
             }
+            if (const auto writer = writers.find(find_memory(node->src[j])); writer != writers.end()) {
+                use(writer->second);
+            }
+        }
+        if (writes_to_memory(node)) {
+            writers[find_memory(node)] = i;
         }
         computed[i] = depends && node->type != GGML_TYPE_I32;
         for (int j = 0; depends && j < GGML_MAX_SRC && node->src[j]; ++j) { // what does not depend on products may come at any place
@@ -92,23 +111,18 @@ bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
             }
         }
     }
-    std::set<int> open; // computed nodes that later ones use
+    int furthest = -1; // the last user of the computed nodes so far
     for (int i = 0, k = 0; i < graph->n_nodes && k < n_layers; ++i) {
         ggml_tensor * node = graph->nodes[i];
         if (last_use[k] < 0 || (k + 1 < n_layers && i >= first_use[k + 1])) {
             return refuse(last_use[k] < 0 ? "it has no weights of layer %d" : "layer %d is connected to the next by more than one tensor", k);
         }
-        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
-            if (const int src = position(node->src[j]); src >= 0 && last_user[src] == i) {
-                open.erase(src);
-            }
-        }
-        if (computed[i] && last_user[i] > i) {
-            open.insert(i);
-        }
         const bool is_separate = node->type == GGML_TYPE_F32 && !node->view_src && ggml_is_contiguous(node);
-        if (i >= last_use[k] && is_separate && open.size() == 1 && *open.begin() == i) {
+        if (i >= last_use[k] && is_separate && computed[i] && furthest <= i && last_user[i] > i) {
             ends[k++] = node;
+        }
+        if (computed[i]) {
+            furthest = std::max(furthest, last_user[i]);
         }
     }
     const auto missing = std::find(ends.begin(), ends.end(), nullptr);
@@ -300,11 +314,6 @@ void copy_rows(const ggml_tensor * t, void * dst) {
     }
 }
 
-// The tensor whose memory a tensor is in.
-static const ggml_tensor * find_memory(const ggml_tensor * t) {
-    return t->view_src ? find_memory(t->view_src) : t;
-}
-
 // The position after the last input and residual of groups 0 .. g. The first product of group g is behind it.
 int layered_graph::end_of_inputs(int k, int g) const {
     int last = 0;
@@ -332,7 +341,7 @@ std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const
     };
     for (int i = info.first; i < info.last; ++i) {
         const ggml_tensor * node = graph->nodes[i];
-        if (node->view_src && !is_view(node)) {
+        if (writes_to_memory(node)) {
             written.insert(find_memory(node));
         }
         if (i >= end) {

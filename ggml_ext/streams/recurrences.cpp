@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace ggml_ext {
 
@@ -58,7 +59,8 @@ static void convolve_back(ggml_tensor * dst, int ith, int nth, void *) {
 static int64_t count_slots(int64_t n_heads) { return std::min<int64_t>(n_heads, 16); }
 
 struct scan_state {
-    std::vector<float> states, g; // of all tokens: [state, dim, tokens]; gradient of the current one
+    std::vector<float> states, g;    // of all tokens: [state, dim, tokens]; gradient of the current one
+    std::vector<float> decay, rates; // of the current token, by state; A
 };
 
 static void scan_back_head(const ggml_tensor * dst, int64_t h, int64_t s, float * g_b, float * g_c, scan_state & state) {
@@ -66,17 +68,25 @@ static void scan_back_head(const ggml_tensor * dst, int64_t h, int64_t s, float 
     const int64_t n_dim = x->ne[0], n_heads = x->ne[1], n_tokens = x->ne[2], n_state = b->ne[0], n_groups = b->ne[1];
     const int64_t size = n_dim*n_state, group = h/(n_heads/n_groups);
     const auto softplus = [](float v) { return v > 20.0f ? v : std::log1p(std::exp(v)); };
-    const auto decay    = [&](float step, int64_t i) { return std::exp(step * *data_at(a, a->ne[0] == 1 ? 0 : i, h)); };
+    state.decay.resize(n_state);
+    state.rates.resize(n_state);
+    for (int64_t i = 0; i < n_state; ++i) {
+        state.rates[i] = *data_at(a, a->ne[0] == 1 ? 0 : i, h);
+    }
+    const auto set_decay = [&](float step) {
+        std::transform(state.rates.begin(), state.rates.end(), state.decay.begin(), [&](float rate) { return std::exp(step*rate); });
+    };
     state.states.assign(size*(n_tokens + 1), 0.0f); // the first one is 0
     state.g.assign(size, 0.0f);
     for (int64_t t = 0; t < n_tokens; ++t) {
         const float   step = softplus(*data_at(dt, h, t, s));
         const float * before = &state.states[t*size], * in = data_at(b, 0, group, t, s);
         float *       after  = &state.states[(t + 1)*size];
+        set_decay(step);
         for (int64_t j = 0; j < n_dim; ++j) {
             const float value = *data_at(x, j, h, t, s)*step;
             for (int64_t i = 0; i < n_state; ++i) {
-                after[j*n_state + i] = before[j*n_state + i]*decay(step, i) + in[i]*value;
+                after[j*n_state + i] = before[j*n_state + i]*state.decay[i] + in[i]*value;
             }
         }
     }
@@ -88,17 +98,18 @@ static void scan_back_head(const ggml_tensor * dst, int64_t h, int64_t s, float 
         float *       g_in = g_b + ((s*n_tokens + t)*n_groups + group)*n_state, * g_out = g_c + (g_in - g_b);
         const int64_t row = ((s*n_tokens + t)*n_heads + h)*n_dim;
         double        g_step = 0;
+        set_decay(step);
         for (int64_t j = 0; j < n_dim; ++j) {
             const float g_y = ((const float *) g->data)[row + j], value = *data_at(x, j, h, t, s);
             double      g_product = 0;
             for (int64_t i = 0; i < n_state; ++i) {
-                const int64_t k    = j*n_state + i;
-                const float   g_s  = state.g[k] + g_y*out[i], factor = decay(step, i);
+                const int64_t k   = j*n_state + i;
+                const float   g_s = state.g[k] + g_y*out[i];
                 g_out[i]  += g_y*after[k];
                 g_in[i]   += g_s*value*step;
                 g_product += g_s*in[i];
-                g_step    += g_s*before[k]*factor * *data_at(a, a->ne[0] == 1 ? 0 : i, h);
-                state.g[k] = g_s*factor;
+                g_step    += g_s*before[k]*state.decay[i]*state.rates[i];
+                state.g[k] = g_s*state.decay[i];
             }
             g_x[row + j] = g_product*step;
             g_step      += g_product*value;
@@ -146,8 +157,8 @@ static void delta_back_head(const ggml_tensor * dst, int64_t h, int64_t s, std::
     const float   scale = 1.0f/std::sqrt((float) n);
     std::vector<float> g_state(n*n), decayed(n*n), delta(n), factor(n);
     states.assign(n*n*(n_tokens + 1), 0.0f); // rows of the state: of the values; the first one is 0
-    // Compute the state before the update, and the update, of token t.
-    const auto prepare = [&](int64_t t) {
+    // Compute the state before the update, and the difference that the update adds, of token t.
+    const auto prepare = [&](int64_t t, const float * key) {
         for (int64_t i = 0; i < n; ++i) {
             factor[i] = std::exp(*data_at(gate, n_gates == 1 ? 0 : i, h, t, s));
         }
@@ -155,62 +166,59 @@ static void delta_back_head(const ggml_tensor * dst, int64_t h, int64_t s, std::
             float sum = 0.0f;
             for (int64_t i = 0; i < n; ++i) {
                 decayed[j*n + i] = states[(t*n + j)*n + i]*factor[i];
-                sum += decayed[j*n + i] * *data_at(k, i, h % k->ne[1], t, s);
+                sum += decayed[j*n + i]*key[i];
             }
             delta[j] = *data_at(v, j, h, t, s) - sum;
         }
     };
     for (int64_t t = 0; t < n_tokens; ++t) {
-        prepare(t);
+        const float * key = data_at(k, 0, h % k->ne[1], t, s), b = *data_at(beta, 0, h, t, s);
+        prepare(t, key);
         for (int64_t j = 0; j < n; ++j) {
             for (int64_t i = 0; i < n; ++i) {
-                states[((t + 1)*n + j)*n + i] = decayed[j*n + i] + delta[j] * *data_at(beta, 0, h, t, s) * *data_at(k, i, h % k->ne[1], t, s);
+                states[((t + 1)*n + j)*n + i] = decayed[j*n + i] + delta[j]*b*key[i];
             }
         }
     }
     const int64_t n_values = ggml_nelements(v);
     float * g_q = (float *) dst->data, * g_k = g_q + n_values, * g_v = g_k + n_values, * g_gate = g_v + n_values,
           * g_beta = g_gate + ggml_nelements(gate);
+    std::vector<float> g_query(n), g_key(n), g_factor(n);
     for (int64_t t = n_tokens; t-- > 0;) {
-        prepare(t);
         const int64_t row = (s*n_tokens + t)*n_heads + h;
         const float * key = data_at(k, 0, h % k->ne[1], t, s), * query = data_at(q, 0, h % q->ne[1], t, s);
-        const float * g_y = (const float *) g->data + row*n;
-        const float   b = *data_at(beta, 0, h, t, s);
-        double        beta_sum = 0, gate_sum = 0;
-        std::fill(g_q + row*n, g_q + (row + 1)*n, 0.0f);
-        std::fill(g_k + row*n, g_k + (row + 1)*n, 0.0f);
+        const float * g_y = (const float *) g->data + row*n, b = *data_at(beta, 0, h, t, s);
+        float         g_b = 0.0f;
+        prepare(t, key);
+        std::fill(g_query.begin(), g_query.end(), 0.0f);
+        std::fill(g_key.begin(), g_key.end(), 0.0f);
+        std::fill(g_factor.begin(), g_factor.end(), 0.0f);
         for (int64_t j = 0; j < n; ++j) {
             float *       g_s = &g_state[j*n];
-            const float * after = &states[((t + 1)*n + j)*n];
-            float         g_update = 0.0f; // gradient of beta delta[j]
+            const float * before = &decayed[j*n], * after = &states[((t + 1)*n + j)*n];
+            float         g_update = 0.0f; // gradient of b delta[j]
             for (int64_t i = 0; i < n; ++i) {
-                g_s[i]           += scale*g_y[j]*query[i];
-                g_q[row*n + i]   += scale*g_y[j]*after[i];
-                g_update         += g_s[i]*key[i];
+                g_s[i]     += scale*g_y[j]*query[i];
+                g_query[i] += scale*g_y[j]*after[i];
+                g_update   += g_s[i]*key[i];
             }
-            beta_sum       += g_update*delta[j];
+            g_b            += g_update*delta[j];
             g_v[row*n + j]  = g_update*b;
             for (int64_t i = 0; i < n; ++i) {
-                g_k[row*n + i] += g_s[i]*delta[j]*b - g_update*b*decayed[j*n + i];
-                g_s[i]         -= g_update*b*key[i];
+                g_key[i]    += g_s[i]*delta[j]*b - g_update*b*before[i];
+                g_s[i]      -= g_update*b*key[i];
+                g_factor[i] += g_s[i]*before[i];
+                g_s[i]      *= factor[i];
             }
         }
-        for (int64_t i = 0; i < n; ++i) {
-            double sum = 0;
-            for (int64_t j = 0; j < n; ++j) {
-                sum += g_state[j*n + i]*decayed[j*n + i];
-                g_state[j*n + i] *= factor[i];
-            }
-            gate_sum += sum;
-            if (n_gates > 1) {
-                g_gate[row*n + i] = sum;
-            }
-        }
+        std::copy(g_query.begin(), g_query.end(), g_q + row*n);
+        std::copy(g_key.begin(), g_key.end(), g_k + row*n);
         if (n_gates == 1) {
-            g_gate[row] = gate_sum;
+            g_gate[row] = std::accumulate(g_factor.begin(), g_factor.end(), 0.0f);
+        } else {
+            std::copy(g_factor.begin(), g_factor.end(), g_gate + row*n);
         }
-        g_beta[row] = beta_sum;
+        g_beta[row] = g_b;
     }
 }
 

@@ -3,6 +3,7 @@
 //     ggml-ext-backward MODEL
 //     ggml-ext-backward --transposed
 //     ggml-ext-backward --boundary
+//     ggml-ext-backward --operations
 //
 // The first prints a line of JSON per layer except the first: {"layer": N, "of": {NAME: [exact, difference, scale]}}, or {"refused": reason}.
 // For a random seed s at the output, the layer's function f, and a direction d with gradients g: exact is <g, d>, difference is
@@ -10,7 +11,8 @@
 // the expected size of exact. Other NAMEs are weight matrices, except those of experts: d is their gradient, the sum of g x^T over tokens,
 // and the scale is exact.
 // The second prints the gradient through a scale by 2 and a transposition: 6 values, for the seed 0 ... 5. The third prints the boundary of
-// the second product of a layer that writes to a cache before the first product and reads it behind the second.
+// the third product of a layer that writes to a cache before the second product and reads it behind the third. The fourth is in
+// backward_operations.cpp.
 #include "streams/backward.h"
 
 #include <algorithm>
@@ -23,6 +25,8 @@
 #include "ggml-backend.h"
 #include "hooks/llama-graph-cut.h"
 #include "llama-cpp.h"
+
+void print_operations(); // backward_operations.cpp
 
 enum { TOKENS = 48 };
 
@@ -223,7 +227,7 @@ static void print_boundary() {
 
     ggml_context * ctx   = owner.get();
     ggml_cgraph *  graph = ggml_new_graph(ctx);
-    ggml_tensor *  input = ggml_set_name(ggml_scale(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 4, 2), 2.0f), "input");
+    ggml_tensor *  input = ggml_set_name(ggml_mul_mat(ctx, weight, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 4, 2)), "input");
     ggml_build_forward_expand(graph, ggml_cpy(ctx, input, cache));
     ggml_tensor *  middle = ggml_set_name(ggml_relu(ctx, ggml_mul_mat(ctx, weight, input)), "middle");
     ggml_tensor *  out    = ggml_add(ctx, ggml_mul_mat(ctx, weight, middle), ggml_scale(ctx, cache, 2.0f));
@@ -234,7 +238,7 @@ static void print_boundary() {
         throw std::runtime_error(parts.error());
     }
     parts.find_groups(0);
-    for (const ggml_tensor * t : parts.find_boundary(0, 1).values) {
+    for (const ggml_tensor * t : parts.find_boundary(0, 2).values) {
         printf("%s\n", t->name);
     }
 }
@@ -245,6 +249,10 @@ int main(int argc, char ** argv) {
     }
     if (!strcmp(argv[1], "--boundary")) {
         print_boundary();
+        return 0;
+    }
+    if (!strcmp(argv[1], "--operations")) {
+        print_operations();
         return 0;
     }
     if (!strcmp(argv[1], "--transposed")) {
