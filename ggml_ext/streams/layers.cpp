@@ -111,22 +111,31 @@ bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
             }
         }
     }
+    const auto missing = std::find(last_use.begin(), last_use.end(), -1);
+    if (missing != last_use.end()) {
+        return refuse("it has no weights of layer %d", (int) (missing - last_use.begin()));
+    }
     int furthest = -1; // the last user of the computed nodes so far
-    for (int i = 0, k = 0; i < graph->n_nodes && k < n_layers; ++i) {
+    for (int i = 0, k = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
-        if (last_use[k] < 0 || (k + 1 < n_layers && i >= first_use[k + 1])) {
-            return refuse(last_use[k] < 0 ? "it has no weights of layer %d" : "layer %d is connected to the next by more than one tensor", k);
+        if (k + 1 < n_layers && i == first_use[k + 1]) {
+            if (!ends[k]) {
+                break;
+            }
+            ++k;
         }
-        const bool is_separate = node->type == GGML_TYPE_F32 && !node->view_src && ggml_is_contiguous(node);
-        if (i >= last_use[k] && is_separate && computed[i] && furthest <= i && last_user[i] > i) {
-            ends[k++] = node;
+        const bool is_norm     = node->op == GGML_OP_RMS_NORM || node->op == GGML_OP_NORM; // belongs to what follows
+        const bool is_separate = node->type == GGML_TYPE_F32 && !node->view_src && ggml_is_contiguous(node) && !is_norm;
+        const bool is_last     = k + 1 == n_layers; // takes the first such tensor, the others the last one before the next layer
+        if (i >= last_use[k] && is_separate && computed[i] && furthest <= i && last_user[i] > i && !(is_last && ends[k])) {
+            ends[k] = node;
         }
         if (computed[i]) {
             furthest = std::max(furthest, last_user[i]);
         }
     }
-    const auto missing = std::find(ends.begin(), ends.end(), nullptr);
-    return missing == ends.end() || refuse("layer %d has no separate output", (int) (missing - ends.begin()));
+    const auto joined = std::find(ends.begin(), ends.end(), nullptr);
+    return joined == ends.end() || refuse("layer %d is connected to what follows by more than one tensor", (int) (joined - ends.begin()));
 }
 
 // Find the selections of earlier layers that a layer uses.

@@ -1,8 +1,8 @@
 // A model's graph as a sequence of layers: their nodes, their products with weights, and the subgraph that computes tensors of a layer from
 // its input.
 //
-// The output of layer N is the first tensor behind all uses of the weights blk.N.* through which everything behind it depends on products
-// with weights. Other inputs of a layer (positions, masks) are recomputed from the graph's inputs. A layer may also use selections of an
+// The output of layer N is a tensor between the uses of the weights blk.N.* and of the next layer's through which everything behind it depends
+// on products with weights. Other inputs of a layer (positions, masks) are recomputed from the graph's inputs. A layer may also use selections of an
 // earlier one, integers such as the keys to attend to. One that needs any other tensor of an earlier layer cannot be cut.
 #pragma once
 
