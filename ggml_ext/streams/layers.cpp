@@ -103,7 +103,7 @@ bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
             int n = 0;
             if (is_weight(node->src[j]) && sscanf(node->src[j]->name, "blk.%d.", &n) == 1 && n >= 0 && n < n_layers) {
                 if (n < k) {
-                    return refuse("it uses %s again behind weights of layer %d", node->src[j]->name, k);
+                    return refuse("its graph uses %s again after weights of layer %d", node->src[j]->name, k);
                 }
                 k            = n;
                 first_use[n] = std::min(first_use[n], i);
@@ -113,7 +113,7 @@ bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
     }
     const auto missing = std::find(last_use.begin(), last_use.end(), -1);
     if (missing != last_use.end()) {
-        return refuse("it has no weights of layer %d", (int) (missing - last_use.begin()));
+        return refuse("its graph has no weights of layer %d", (int) (missing - last_use.begin()));
     }
     int furthest = -1; // the last user of the computed nodes so far
     for (int i = 0, k = 0; i < graph->n_nodes; ++i) {
@@ -135,7 +135,7 @@ bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
         }
     }
     const auto joined = std::find(ends.begin(), ends.end(), nullptr);
-    return joined == ends.end() || refuse("layer %d is connected to what follows by more than one tensor", (int) (joined - ends.begin()));
+    return joined == ends.end() || refuse("layer %d of its graph is connected to what follows by more than one tensor", (int) (joined - ends.begin()));
 }
 
 // Find the selections of earlier layers that a layer uses.
