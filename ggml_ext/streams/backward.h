@@ -32,13 +32,27 @@ public:
     ggml_tensor * gradient(const ggml_tensor * t) const;
 
 private:
+    // The keys or values that attention reads, as the layer has written them: [columns, tokens], of which it uses some.
+    struct cached {
+        ggml_tensor * data   = nullptr; // float32
+        int64_t       n_data = 0, first = 0, n = 0; // columns of data, the first one and the number of those used
+        bool          is_transposed = false;        // in the cache: values of attention without FLASH_ATTN_EXT
+    };
+
     bool          differentiate(ggml_tensor * node);
     bool          differentiate_product(ggml_tensor * node, ggml_tensor * g);
+    bool          differentiate_activations(ggml_tensor * node, ggml_tensor * g);
+    bool          differentiate_streams(ggml_tensor * node, ggml_tensor * g);
     bool          differentiate_attention(ggml_tensor * node, ggml_tensor * g);
     bool          differentiate_rope(ggml_tensor * node, ggml_tensor * g);
     bool          differentiate_glu(ggml_tensor * node, ggml_tensor * g);
     ggml_tensor * differentiate_unary(ggml_unary_op op, ggml_tensor * x);
-    ggml_tensor * find_cached(const ggml_tensor * t) const;
+    cached        find_cached(ggml_tensor * t) const;
+    ggml_tensor * take_columns(const cached & c);
+    bool          add_to_columns(const cached & c, ggml_tensor * g);
+    ggml_tensor * sum_matrices(ggml_tensor * t, int64_t n);
+    ggml_tensor * bound(ggml_tensor * t, float min, float max);
+    ggml_tensor * is_within(ggml_tensor * t, float min, float max);
     ggml_tensor * transpose(ggml_tensor * t);
     ggml_tensor * make_contiguous(ggml_tensor * t);
     ggml_tensor * scatter_view(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view);
@@ -52,6 +66,7 @@ private:
     std::set<const ggml_tensor *>                            active; // tensors that gradients flow through
     std::map<const ggml_tensor *, ggml_tensor *>             grads;
     std::map<const ggml_tensor *, ggml_tensor *>             written; // by cache: what this layer writes to it
+    std::set<const ggml_tensor *>                            read;    // tensors that depend on such a cache
     std::string                                              message;
 };
 

@@ -48,6 +48,7 @@ void stream_pair::begin_gradients(int chunk) {
         check_finite(chunk, k, hidden.data());
         ggml_fp32_to_bf16_row(hidden.data(), output_data(k, chunk), (int64_t) hidden.size());
     }
+    store_selections(parts.selections());
     const ggml_tensor * logits = parts.nodes(n_layers).back();
     seed.resize(ggml_nelements(logits));
     ggml_backend_tensor_get(logits, seed.data(), 0, ggml_nbytes(logits));

@@ -31,38 +31,151 @@ int layered_graph::position(const ggml_tensor * t) const {
     return it == positions.end() ? -1 : it->second;
 }
 
+static bool is_product(const ggml_tensor * node) {
+    return (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && is_weight(node->src[0]);
+}
+
+// The tensor whose memory a tensor is in.
+static const ggml_tensor * find_memory(const ggml_tensor * t) {
+    return t->view_src ? find_memory(t->view_src) : t;
+}
+
+static bool writes_to_memory(const ggml_tensor * node) {
+    return node->view_src && !is_view(node);
+}
+
 bool layered_graph::read(ggml_cgraph * source, int n_layers) {
     graph = source;
-    std::vector<ggml_tensor *> ends(n_layers);
     for (int i = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
         positions[node]    = i;
         for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
             users[node->src[j]].push_back(node);
         }
-        int n = 0, length = 0;
-        if (sscanf(node->name, "l_out-%d%n", &n, &length) == 1 && !node->name[length] && n < n_layers) {
-            ends[n] = node;
-        }
+    }
+    std::vector<ggml_tensor *> ends(n_layers);
+    if (!find_ends(ends)) {
+        return false;
     }
     for (int k = 0; k <= n_layers; ++k) {
         layer info;
         info.start = k ? ends[k - 1] : nullptr;
         info.end   = k < n_layers ? ends[k] : nullptr;
-        if (k < n_layers && !info.end) {
-            return refuse("its graph has no tensor l_out-%d, which others have behind layer %d", k, k);
-        }
-        if (info.end && (info.end->type != GGML_TYPE_F32 || info.end->view_src || !ggml_is_contiguous(info.end))) {
-            return refuse("l_out-%d is not a separate F32 tensor", k);
-        }
         info.first = info.start ? position(info.start) + 1 : 0;
         info.last  = info.end ? position(info.end) + 1 : graph->n_nodes;
-        if (info.last < info.first) {
-            return refuse("l_out-%d comes before l_out-%d", k, k - 1);
+        if (info.end && ggml_nbytes(info.end) != ggml_nbytes(ends[0])) {
+            return refuse("layers 0 and %d have outputs of different sizes", k);
+        }
+        if (!find_selections(info)) {
+            return false;
         }
         layers_.push_back(info);
     }
     return true;
+}
+
+// Find the outputs of the layers.
+bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
+    const int        n_layers = (int) ends.size();
+    std::vector<int> first_use(n_layers, graph->n_nodes), last_use(n_layers, -1), last_user(graph->n_nodes);
+    std::map<const ggml_tensor *, int> writers; // by memory, such as a cache: the last node that writes to it, which no edge joins to readers
+    computed.resize(graph->n_nodes);
+    for (int i = 0, k = 0; i < graph->n_nodes; ++i) {
+        const ggml_tensor * node    = graph->nodes[i];
+        bool                depends = is_product(node);
+        const auto          use     = [&](int src) {
+            last_user[src] = i;
+            depends        = depends || computed[src];
+        };
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            if (const int src = position(node->src[j]); src >= 0) {
+                use(src);
+            }
+            if (const auto writer = writers.find(find_memory(node->src[j])); writer != writers.end()) {
+                use(writer->second);
+            }
+        }
+        if (writes_to_memory(node)) {
+            writers[find_memory(node)] = i;
+        }
+        computed[i] = depends && node->type != GGML_TYPE_I32;
+        for (int j = 0; depends && j < GGML_MAX_SRC && node->src[j]; ++j) { // what does not depend on products may come at any place
+            int n = 0;
+            if (is_weight(node->src[j]) && sscanf(node->src[j]->name, "blk.%d.", &n) == 1 && n >= 0 && n < n_layers) {
+                if (n < k) {
+                    return refuse("its graph uses %s again after weights of layer %d", node->src[j]->name, k);
+                }
+                k            = n;
+                first_use[n] = std::min(first_use[n], i);
+                last_use[n]  = i;
+            }
+        }
+    }
+    const auto missing = std::find(last_use.begin(), last_use.end(), -1);
+    if (missing != last_use.end()) {
+        return refuse("its graph has no weights of layer %d", (int) (missing - last_use.begin()));
+    }
+    int furthest = -1; // the last user of the computed nodes so far
+    for (int i = 0, k = 0; i < graph->n_nodes; ++i) {
+        ggml_tensor * node = graph->nodes[i];
+        if (k + 1 < n_layers && i == first_use[k + 1]) {
+            if (!ends[k]) {
+                break;
+            }
+            ++k;
+        }
+        const bool is_norm     = node->op == GGML_OP_RMS_NORM || node->op == GGML_OP_NORM; // belongs to what follows
+        const bool is_separate = node->type == GGML_TYPE_F32 && !node->view_src && ggml_is_contiguous(node) && !is_norm;
+        const bool is_last     = k + 1 == n_layers; // takes the first such tensor, the others the last one before the next layer
+        if (i >= last_use[k] && is_separate && computed[i] && furthest <= i && last_user[i] > i && !(is_last && ends[k])) {
+            ends[k] = node;
+        }
+        if (computed[i]) {
+            furthest = std::max(furthest, last_user[i]);
+        }
+    }
+    const auto joined = std::find(ends.begin(), ends.end(), nullptr);
+    return joined == ends.end() || refuse("layer %d of its graph is connected to what follows by more than one tensor", (int) (joined - ends.begin()));
+}
+
+// Find the selections of earlier layers that a layer uses.
+bool layered_graph::find_selections(layer & info) {
+    std::set<const ggml_tensor *> visited;
+    std::vector<ggml_tensor *>    pending(graph->nodes + info.first, graph->nodes + info.last);
+    while (!pending.empty()) {
+        const ggml_tensor * node = pending.back();
+        pending.pop_back();
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            ggml_tensor * src = node->src[j];
+            const int     i   = position(src);
+            if (i < 0 || i >= info.first || src == info.start || !visited.insert(src).second) {
+                continue;
+            }
+            const bool is_selection = src->type == GGML_TYPE_I32 && std::any_of(src->src, src->src + GGML_MAX_SRC, [&](const ggml_tensor * t) {
+                return position(t) >= 0 && computed[position(t)];
+            });
+            if (!is_selection) {
+                pending.push_back(src);
+                continue;
+            }
+            if (src->view_src || !ggml_is_contiguous(src)) {
+                return refuse("%s, which a later layer uses, is not a separate tensor", src->name);
+            }
+            info.selections.push_back(src);
+            if (std::find(selections_.begin(), selections_.end(), src) == selections_.end()) {
+                selections_.push_back(src);
+            }
+        }
+    }
+    return true;
+}
+
+std::vector<ggml_tensor *> layered_graph::outputs(int k) const {
+    const layer & info = layers_[k];
+    std::vector<ggml_tensor *> result = { info.end };
+    std::copy_if(selections_.begin(), selections_.end(), std::back_inserter(result),
+                 [&](const ggml_tensor * t) { return position(t) >= info.first && position(t) < info.last; });
+    return result;
 }
 
 bool layered_graph::check() {
@@ -80,7 +193,8 @@ bool layered_graph::check() {
 bool layered_graph::collect_nodes(int k, const boundary & start, const std::vector<ggml_tensor *> & targets, std::set<int> & nodes) {
     const layer & info     = layers_[k];
     const auto    is_known = [&](const ggml_tensor * t) {
-        return t == info.start || std::find(start.values.begin(), start.values.end(), t) != start.values.end();
+        const auto has = [t](const std::vector<ggml_tensor *> & tensors) { return std::find(tensors.begin(), tensors.end(), t) != tensors.end(); };
+        return t == info.start || has(info.selections) || has(start.values);
     };
     int last = 0;
     for (const ggml_tensor * t : targets) {
@@ -111,7 +225,7 @@ bool layered_graph::collect_nodes(int k, const boundary & start, const std::vect
             if (index < 0 || nodes.count(index)) {
                 continue;
             }
-            if (k > 0 && (src->op == GGML_OP_MUL_MAT || src->op == GGML_OP_MUL_MAT_ID) && is_weight(src->src[0])) {
+            if (k > 0 && is_product(src)) {
                 return refuse("layer %d needs the product with %s of an earlier one", k, src->src[0]->name);
             }
             nodes.insert(index);
@@ -209,11 +323,6 @@ void copy_rows(const ggml_tensor * t, void * dst) {
     }
 }
 
-// The tensor whose memory a tensor is in.
-static const ggml_tensor * find_memory(const ggml_tensor * t) {
-    return t->view_src ? find_memory(t->view_src) : t;
-}
-
 // The position after the last input and residual of groups 0 .. g. The first product of group g is behind it.
 int layered_graph::end_of_inputs(int k, int g) const {
     int last = 0;
@@ -241,7 +350,7 @@ std::set<const ggml_tensor *> layered_graph::find_open_nodes(int k, int g) const
     };
     for (int i = info.first; i < info.last; ++i) {
         const ggml_tensor * node = graph->nodes[i];
-        if (node->view_src && !is_view(node)) {
+        if (writes_to_memory(node)) {
             written.insert(find_memory(node));
         }
         if (i >= end) {
@@ -285,6 +394,10 @@ boundary layered_graph::find_boundary(int k, int g) const {
             add(p.residual);
         }
     }
+    if (info.end) {
+        const auto kept = outputs(k);
+        std::for_each(kept.begin(), kept.end(), add);
+    }
     std::transform(known.begin(), known.end(), std::back_inserter(result.values), [&](int i) { return graph->nodes[i]; });
     return result;
 }
@@ -325,8 +438,9 @@ bool layered_graph::cut(int k, const boundary & start, const std::vector<ggml_te
         }
     }
     std::for_each(start.values.begin(), start.values.end(), [this](ggml_tensor * t) { make_input(t); });
-    if (ggml_tensor * input = k > 0 ? layers_[k].start : nullptr) {
-        make_input(input);
+    if (k > 0) {
+        make_input(layers_[k].start);
+        std::for_each(layers_[k].selections.begin(), layers_[k].selections.end(), [this](ggml_tensor * t) { make_input(t); });
     }
     return true;
 }

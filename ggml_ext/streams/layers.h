@@ -1,8 +1,9 @@
 // A model's graph as a sequence of layers: their nodes, their products with weights, and the subgraph that computes tensors of a layer from
 // its input.
 //
-// The output of layer N is the tensor l_out-N, a name that almost every model's graph has. Other inputs of a layer (positions, masks) are
-// recomputed from the graph's inputs. A layer that needs any other tensor of an earlier one cannot be cut.
+// The output of layer N is a tensor between the uses of the weights blk.N.* and of the next layer's through which everything behind it depends
+// on products with weights. Other inputs of a layer (positions, masks) are recomputed from the graph's inputs. A layer may also use selections of an
+// earlier one, integers such as the keys to attend to. One that needs any other tensor of an earlier layer cannot be cut.
 #pragma once
 
 #include <map>
@@ -46,6 +47,7 @@ struct group {
 struct layer {
     int                first = 0, last = 0;
     ggml_tensor *      start = nullptr, * end = nullptr; // input, null for the first layer; output, null for the last one
+    std::vector<ggml_tensor *> selections; // of earlier layers, which this one uses
     std::vector<group> groups;
 };
 
@@ -68,6 +70,13 @@ public:
     void find_groups(int k);
 
     const std::vector<layer> & layers() const { return layers_; }
+
+    // The selections of all layers that later layers use.
+    const std::vector<ggml_tensor *> & selections() const { return selections_; }
+
+    // The output of layer k, and its selections that later layers use.
+    std::vector<ggml_tensor *> outputs(int k) const;
+
     const std::string &        error() const { return message; }
 
     // The matrices that the first layer looks rows up in: token embeddings.
@@ -90,6 +99,8 @@ public:
     bool cut(int k, const boundary & start, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights);
 
 private:
+    bool find_ends(std::vector<ggml_tensor *> & ends);
+    bool find_selections(layer & info);
     int  end_of_inputs(int k, int g) const;
     std::set<const ggml_tensor *> find_open_nodes(int k, int g) const;
     bool collect_nodes(int k, const boundary & start, const std::vector<ggml_tensor *> & targets, std::set<int> & nodes);
@@ -100,7 +111,9 @@ private:
     ggml_cgraph *                                graph = nullptr;
     std::unordered_map<const ggml_tensor *, int> positions;
     std::unordered_map<const ggml_tensor *, std::vector<ggml_tensor *>> users;
+    std::vector<bool>                            computed; // by node: whether it depends on a product with weights, selections aside
     std::vector<layer>                           layers_;
+    std::vector<ggml_tensor *>                   selections_;
     std::string                                  message;
 };
 

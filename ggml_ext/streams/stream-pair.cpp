@@ -34,6 +34,7 @@ void stream_pair::set_exchange(const std::string & path, size_t n_bytes, bool on
     for (int model : { ORIGINAL, QUANTIZED }) {
         const bool is_used = !only_original || model == ORIGINAL;
         stream[model] = mapping(file, is_used ? (size_t) n_chunks * chunk_bytes : 1, true);
+        selections[model] = mapping(file, std::max<size_t>(1, is_used ? (size_t) n_chunks * selection_bytes : 0), true);
         kept[model]   = mapping(file, std::max<size_t>(1, only_original ? 0 : (size_t) n_chunks * kept_bytes[model]), true);
     }
     exchange = mapping(path, n_bytes, false);
@@ -131,7 +132,8 @@ std::function<void()> stream_pair::edit_graph(ggml_cgraph * graph) {
     parts.find_groups(layer);
     if (run_purpose == purpose::full) {
         for (int k = 0; k < n_layers; ++k) {
-            keep_value(parts.layers()[k].end);
+            const auto kept = parts.outputs(k);
+            std::for_each(kept.begin(), kept.end(), keep_value);
         }
         keep_value(parts.nodes(n_layers).back());
         return [] {};
@@ -168,6 +170,7 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
         if (input) {
             ggml_backend_tensor_set(input, layer_input, 0, chunk_bytes);
         }
+        set_selections();
         set_kept_values();
         if (differentiates) {
             ggml_backend_tensor_set(back.seed(), seed.data(), 0, seed.size()*sizeof(float));
@@ -266,6 +269,7 @@ void stream_pair::read_description() {
     const ggml_tensor * end = parts.layers()[0].end;
     n_embd         = ggml_nelements(end) / n_context;
     chunk_bytes    = ggml_nbytes(end);
+    selection_bytes = count_bytes(parts.selections());
     gradient_error = find_gradient_error();
     // the quantized stream begins with the token embeddings
     for (const ggml_tensor * w : parts.embeddings()) {
@@ -300,7 +304,7 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
         const bool advances = advance_original && model == ORIGINAL && parts.layers()[layer].end;
         select_targets = [&](const ggml_ext::layer & l) {
             end_values   = advances ? std::vector<ggml_tensor *>() : parts.find_boundary(layer, group).values;
-            auto targets = advances ? std::vector<ggml_tensor *>{ l.end } : end_values;
+            auto targets = advances ? parts.outputs(layer) : end_values;
             each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
             return targets;
         };
@@ -319,7 +323,7 @@ void stream_pair::collect_inputs(int chunk) {
     check_index("layer", layer, n_layers);
     select_targets = [&](const ggml_ext::layer & l) {
         end_values.clear();
-        std::vector<ggml_tensor *> targets = { l.end };
+        std::vector<ggml_tensor *> targets = parts.outputs(layer);
         for (const group & g : l.groups) {
             each_input(g, [&](ggml_tensor * t) { targets.push_back(t); });
         }
@@ -369,7 +373,7 @@ json stream_pair::advance(int chunk) {
     check_index("chunk", chunk, n_chunks);
     check_index("layer", layer, n_layers); // the output matrix has no output stream
     for (int model = is_original_ahead ? QUANTIZED : ORIGINAL; model <= QUANTIZED; ++model) {
-        select_targets = [](const ggml_ext::layer & l) { return std::vector<ggml_tensor *>{ l.end }; };
+        select_targets = [this](const ggml_ext::layer &) { return parts.outputs(layer); };
         run_layer(chunk, model, (int) description[layer].size());
         store_stream(chunk, model);
     }
@@ -385,11 +389,32 @@ json stream_pair::advance(int chunk) {
 void stream_pair::store_stream(int chunk, int model) {
     float * dst = (float *) stream_data(model, chunk);
     ggml_backend_tensor_get(parts.layers()[layer].end, dst, 0, chunk_bytes);
+    auto selected = parts.outputs(layer);
+    store_selections({ selected.begin() + 1, selected.end() });
     if (model == ORIGINAL) {
         check_finite(chunk, layer, dst);
     } else if (!is_finite(dst)) {
         fail("the stream behind layer " + std::to_string(layer) + " of the quantized model is not finite");
     }
+}
+
+// Call f(tensor, data of the chunk of this run) for some of the selections.
+template <class F> void stream_pair::each_selection(const std::vector<ggml_tensor *> & some, const F & f) const {
+    char * data = selections[model].data() + (size_t) chunk * selection_bytes;
+    for (ggml_tensor * t : parts.selections()) {
+        if (std::find(some.begin(), some.end(), t) != some.end()) {
+            f(t, data);
+        }
+        data += ggml_nbytes(t);
+    }
+}
+
+void stream_pair::store_selections(const std::vector<ggml_tensor *> & some) const {
+    each_selection(some, [](const ggml_tensor * t, char * data) { ggml_backend_tensor_get(t, data, 0, ggml_nbytes(t)); });
+}
+
+void stream_pair::set_selections() const {
+    each_selection(parts.layers()[layer].selections, [](ggml_tensor * t, const char * data) { ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t)); });
 }
 
 bool stream_pair::is_finite(const float * x) const {

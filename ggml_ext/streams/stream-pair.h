@@ -88,6 +88,9 @@ private:
     void                  read_description();
     std::string           find_gradient_error();
     void                  store_stream(int chunk, int model);
+    void                  store_selections(const std::vector<ggml_tensor *> & some) const;
+    void                  set_selections() const;
+    template <class F> void each_selection(const std::vector<ggml_tensor *> & some, const F & f) const;
     char *                stream_data(int model, int chunk) const { return stream[model].data() + (size_t) chunk * chunk_bytes; }
     ggml_bf16_t *         output_data(int k, int chunk) const;
     void                  store_input_gradient(int chunk);
@@ -110,6 +113,9 @@ private:
     int64_t                  n_embd = 0;
     size_t                   chunk_bytes = 0;
     mapping                  stream[2], outputs, exchange;
+    // By model, the selections that later layers use. Gradients take those of the original model from here too.
+    mapping                  selections[2];
+    size_t                   selection_bytes = 0; // per chunk
     // By model, the values at the inputs of a group that the next run of a chunk begins with, so that each product is computed once.
     mapping                  kept[2];
     std::vector<int>         kept_group[2];          // by chunk

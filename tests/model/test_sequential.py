@@ -80,11 +80,14 @@ def test_rows_use_error_feedback(small, text, tmp_path, monkeypatch):
     assert tokens.count(3 * (512 - SINKS)) == len(plain) == len(tokens) - tokens.count(0)  # the router has no gradients
 
 
-def test_graph_without_gradients_is_quantized_without_feedback(letters, tmp_path, lib):
-    (model,) = architectures.write_models("mamba", tmp_path)
+@pytest.mark.parametrize(("architecture", "reason"), [("mamba", None), ("hy_v4", None), ("deepseek4", "FLASH_ATTN_EXT to keys of another form")])
+def test_architectures_are_quantized_with_feedback_or_a_note(architecture, reason, letters, tmp_path, lib):
+    (model,) = architectures.write_models(architecture, tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
-    done = quantize(model, tmp_path / "out.gguf", "--type", "q4_0", "--propagate", "--imatrix-from", long)
-    assert done.returncode == 0 and "no error feedback between rows: gradients of SSM_SCAN" in done.stderr
+    done = quantize(model, tmp_path / "out.gguf", "--type", "q4_0", "--propagate", "--imatrix-from", long, "--calibration-chunks", 2)
+    assert done.returncode == 0 and "from quantized layers" in done.stdout + done.stderr, done.stderr
+    notes = re.findall("no error feedback between rows: gradients of (.*?) \\(", done.stderr)
+    assert notes == ([reason] if reason else [])
 
 
 def test_number_of_threads_leaves_bytes_unchanged(small, text, tmp_path):
@@ -194,7 +197,7 @@ def test_graph_without_layers_is_quantized_without_propagation(letters, tmp_path
     (model,) = architectures.write_models("hrm_text", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--calibration-chunks", 2, "--imatrix-from", long)
-    assert done.returncode == 0 and "no sequential quantization: " in done.stderr and "layer 3 needs the product" in done.stderr
+    assert done.returncode == 0 and "no sequential quantization: " in done.stderr and "its graph uses blk.0.attn_q.bias again" in done.stderr
     assert "from quantized layers" not in done.stdout + done.stderr
 
 
@@ -322,7 +325,7 @@ def test_graph_without_layers_is_refused(letters, tmp_path, lib):
     text.write_text(letters.read_text() * 3)
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
-    assert "hrm_text" not in quantize_error(model, out, text) and "layer 3 needs the product with blk.0.ffn_down.weight" in quantize_error(model, out, text)
+    assert "hrm_text" not in quantize_error(model, out, text) and "its graph uses blk.0.attn_q.bias again" in quantize_error(model, out, text)
 
 
 @pytest.mark.parametrize(("name", "weight", "first"), [

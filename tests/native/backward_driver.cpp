@@ -3,6 +3,7 @@
 //     ggml-ext-backward MODEL
 //     ggml-ext-backward --transposed
 //     ggml-ext-backward --boundary
+//     ggml-ext-backward --operations
 //
 // The first prints a line of JSON per layer except the first: {"layer": N, "of": {NAME: [exact, difference, scale]}}, or {"refused": reason}.
 // For a random seed s at the output, the layer's function f, and a direction d with gradients g: exact is <g, d>, difference is
@@ -10,9 +11,11 @@
 // the expected size of exact. Other NAMEs are weight matrices, except those of experts: d is their gradient, the sum of g x^T over tokens,
 // and the scale is exact.
 // The second prints the gradient through a scale by 2 and a transposition: 6 values, for the seed 0 ... 5. The third prints the boundary of
-// the second product of a layer that writes to a cache before the first product and reads it behind the second.
+// the third product of a layer that writes to a cache before the second product and reads it behind the third. The fourth is in
+// backward_operations.cpp.
 #include "streams/backward.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -22,6 +25,8 @@
 #include "ggml-backend.h"
 #include "hooks/llama-graph-cut.h"
 #include "llama-cpp.h"
+
+void print_operations(); // backward_operations.cpp
 
 enum { TOKENS = 48 };
 
@@ -45,7 +50,8 @@ struct probe {
     llama_context *          ctx = nullptr;
     int                      n_layers = 0, layer = 0;
     values                   x, seed;
-    bool                     differentiates = false;
+    std::vector<std::vector<int32_t>> selections; // as the complete model makes them, by tensor
+    bool                     differentiates = false, is_empty = false, is_full = false;
     std::string              refusal;
     ggml_ext::layered_graph  parts;
     ggml_ext::backward       back;
@@ -57,6 +63,14 @@ struct probe {
             throw std::runtime_error(parts.error());
         }
         const auto & current    = parts.layers()[layer];
+        if (is_empty) {
+            parts.cut(-1, {}, {}, {});
+            return [] {};
+        }
+        if (is_full) {
+            std::for_each(parts.selections().begin(), parts.selections().end(), ggml_ext::keep_value);
+            return [] {};
+        }
         const auto   nodes = parts.nodes(layer);
         parts.find_groups(layer);
         std::vector<ggml_tensor *> targets = { out = nodes.back() };
@@ -76,6 +90,11 @@ struct probe {
         }
         return [this, start = current.start] {
             ggml_backend_tensor_set(start, x.data(), 0, ggml_nbytes(start));
+            for (size_t i = 0; i < parts.selections().size(); ++i) {
+                if (parts.selections()[i]->op == GGML_OP_NONE) {
+                    ggml_backend_tensor_set(parts.selections()[i], selections[i].data(), 0, ggml_nbytes(parts.selections()[i]));
+                }
+            }
             if (differentiates && refusal.empty()) {
                 ggml_backend_tensor_set(back.seed(), seed.data(), 0, ggml_nbytes(back.seed()));
             }
@@ -96,6 +115,9 @@ struct probe {
         }
         llama_synchronize(ctx);
         llama_batch_free(batch);
+        if (is_empty || is_full) {
+            return 0.0;
+        }
         const values result = get(out);
         return result.size() == seed.size() ? dot(seed, result) : 0.0;
     }
@@ -197,7 +219,7 @@ static void print_boundary() {
     ggml_context_ptr weights(ggml_init({ 1 << 16, nullptr, true }));
     ggml_context_ptr caches(ggml_init({ 1 << 16, nullptr, true }));
     ggml_context_ptr owner(ggml_init({ 1 << 20, nullptr, true }));
-    ggml_tensor *    weight = ggml_new_tensor_2d(weights.get(), GGML_TYPE_F32, 4, 4);
+    ggml_tensor *    weight = ggml_set_name(ggml_new_tensor_2d(weights.get(), GGML_TYPE_F32, 4, 4), "blk.0.ffn_up.weight");
     ggml_tensor *    cache  = ggml_new_tensor_2d(caches.get(), GGML_TYPE_F32, 4, 2);
     ggml_backend_buffer_ptr weight_buffer(ggml_backend_alloc_ctx_tensors(weights.get(), cpu.get()));
     ggml_backend_buffer_ptr cache_buffer(ggml_backend_alloc_ctx_tensors(caches.get(), cpu.get()));
@@ -205,18 +227,18 @@ static void print_boundary() {
 
     ggml_context * ctx   = owner.get();
     ggml_cgraph *  graph = ggml_new_graph(ctx);
-    ggml_tensor *  input = ggml_set_name(ggml_scale(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 4, 2), 2.0f), "input");
+    ggml_tensor *  input = ggml_set_name(ggml_mul_mat(ctx, weight, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 4, 2)), "input");
     ggml_build_forward_expand(graph, ggml_cpy(ctx, input, cache));
     ggml_tensor *  middle = ggml_set_name(ggml_relu(ctx, ggml_mul_mat(ctx, weight, input)), "middle");
     ggml_tensor *  out    = ggml_add(ctx, ggml_mul_mat(ctx, weight, middle), ggml_scale(ctx, cache, 2.0f));
-    ggml_build_forward_expand(graph, ggml_relu(ctx, ggml_set_name(out, "l_out-0")));
+    ggml_build_forward_expand(graph, ggml_relu(ctx, out));
 
     ggml_ext::layered_graph parts;
     if (!parts.read(graph, 1)) {
         throw std::runtime_error(parts.error());
     }
     parts.find_groups(0);
-    for (const ggml_tensor * t : parts.find_boundary(0, 1).values) {
+    for (const ggml_tensor * t : parts.find_boundary(0, 2).values) {
         printf("%s\n", t->name);
     }
 }
@@ -227,6 +249,10 @@ int main(int argc, char ** argv) {
     }
     if (!strcmp(argv[1], "--boundary")) {
         print_boundary();
+        return 0;
+    }
+    if (!strcmp(argv[1], "--operations")) {
+        print_operations();
         return 0;
     }
     if (!strcmp(argv[1], "--transposed")) {
@@ -253,8 +279,18 @@ int main(int argc, char ** argv) {
     p.ctx = ctx.get();
     p.n_layers = llama_model_n_layer(model.get());
     ggml_ext_set_graph_cut([&](ggml_cgraph * graph) { return p.on_graph(graph); });
+    p.is_empty = true; // ggml plans the memory of a graph again if the last one had another size
+    p.run(false);
+    p.is_empty = false, p.is_full = true;
+    p.run(false);
+    p.is_full = false;
+    for (const ggml_tensor * t : p.parts.selections()) {
+        p.selections.emplace_back(ggml_nelements(t));
+        ggml_backend_tensor_get(t, p.selections.back().data(), 0, ggml_nbytes(t));
+    }
+    const size_t n_values = ggml_nelements(p.parts.layers()[0].end);
     for (p.layer = 1; p.layer <= p.n_layers; ++p.layer) {
-        p.x = draw((size_t) TOKENS*llama_model_n_embd(model.get()));
+        p.x = draw(n_values);
         p.run(false);
         p.seed = draw(ggml_nelements(p.out));
         p.run(true);

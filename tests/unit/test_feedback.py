@@ -104,6 +104,19 @@ def test_splitting_the_rows_leaves_the_bytes_unchanged(sizes):
         first += n
 
 
+def test_rounding_of_unequal_rows_is_damped():
+    """A few rows have most of G, as in the input projections of state-space models, and G has fewer tokens than rows."""
+    rng = np.random.default_rng(0)
+    directions = rng.standard_normal((2, 300)) * np.where(np.arange(300) < 40, 1, 1e-3)
+    g = (directions.T @ directions).astype(np.float32)
+    g = (g / (np.trace(g) / len(g))).astype(np.float16).astype(np.float32)
+    damped = g + LEAST_DAMPING * np.eye(len(g))
+    with pytest.raises(np.linalg.LinAlgError):
+        np.linalg.cholesky(damped)
+    (span,) = make_row_spans([g], 1e9, map)
+    assert sorted(span.order) == list(range(300)) and np.isfinite(span.factor).all()
+
+
 def test_rows_without_gradients_are_independent():
     w = make_weights()
     assert np.array_equal(encode_with_feedback(w, [np.zeros((ROWS, ROWS), np.float32)])[0], encode(w))

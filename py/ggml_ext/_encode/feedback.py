@@ -25,6 +25,7 @@ import numpy as np
 GROUP = 16
 # Smallest multiple of mean(diag G) added to the diagonal of G. Even with many tokens it is needed: equal rows make G singular.
 LEAST_DAMPING = 0.01
+HALF_ROUNDING = 2.0**-11  # relative error of G, which is stored in half precision
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,17 @@ def _make_row_span(first: int, g: np.ndarray, n_tokens: float) -> RowSpan:
     weight, n = oas_weight(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
     mean = float(np.trace(g)) / n or 1.0
     damped = (1 - weight) * g.astype(np.float64) + max(weight, LEAST_DAMPING) * mean * np.eye(len(g))
-    order = order_rows(damped)
-    factor = np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
+    try:
+        order, factor = _factorize(damped)
+    except np.linalg.LinAlgError:  # a few rows have most of G, whose rounding to half precision exceeds the damping; the row sums bound it
+        order, factor = _factorize(damped + HALF_ROUNDING * float(np.abs(g).sum(axis=1).max()) * np.eye(len(g)))
     return RowSpan(int(first), order, factor.astype(np.float32))
+
+
+def _factorize(damped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Choose the order of rows, and factorize G in it."""
+    order = order_rows(damped)
+    return order, np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
 
 
 def encode_with_row_feedback(

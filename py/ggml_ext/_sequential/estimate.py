@@ -80,7 +80,9 @@ class MemoryUse:
 def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int, use: MemoryUse) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
     n_tokens, n_gradient_tokens = setup.n_tokens, use.n_gradient_chunks * setup.n_context
-    embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
+    architecture = file.value("general.architecture", "")
+    n_streams = max(1, file.value(f"{architecture}.hyper_connection.count", 0))
+    embd = n_streams * file.value(f"{architecture}.embedding_length", 0)
     # Temporary files: the streams of both models; within a layer, the values that the next group of matrices starts from (stream-pair.h);
     # the outputs of all layers and the row statistics G, in 16 bits.
     kept = max((i.n_used * i.n_columns for i in setup.cost.inputs), default=0) + 3 * embd
