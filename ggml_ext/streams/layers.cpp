@@ -31,8 +31,9 @@ int layered_graph::position(const ggml_tensor * t) const {
     return it == positions.end() ? -1 : it->second;
 }
 
-bool layered_graph::read(ggml_cgraph * source, int n_layers) {
-    graph = source;
+bool layered_graph::read(ggml_cgraph * source, int n_layers, int offset) {
+    graph        = source;
+    cache_offset = offset;
     std::vector<ggml_tensor *> ends(n_layers);
     for (int i = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
@@ -43,6 +44,9 @@ bool layered_graph::read(ggml_cgraph * source, int n_layers) {
         int n = 0, length = 0;
         if (sscanf(node->name, "l_out-%d%n", &n, &length) == 1 && !node->name[length] && n < n_layers) {
             ends[n] = node;
+        }
+        if (strcmp(node->name, "h_nextn") == 0 && n_layers && !ends.back()) { // some graphs rename the last output
+            ends.back() = node;
         }
     }
     for (int k = 0; k <= n_layers; ++k) {
@@ -104,8 +108,8 @@ bool layered_graph::collect_nodes(int k, const boundary & start, const std::vect
                 continue;
             }
             int n = 0;
-            if ((sscanf(src->name, "cache_k_l%d", &n) == 1 || sscanf(src->name, "cache_v_l%d", &n) == 1) && n != k) {
-                return refuse("layer %d attends to the keys of layer %d", k, n);
+            if ((sscanf(src->name, "cache_k_l%d", &n) == 1 || sscanf(src->name, "cache_v_l%d", &n) == 1) && n != cache_offset + k) {
+                return refuse("layer %d attends to the keys of layer %d", cache_offset + k, n);
             }
             const int index = position(src);
             if (index < 0 || nodes.count(index)) {

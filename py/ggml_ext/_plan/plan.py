@@ -215,6 +215,7 @@ class QuantizationPlan:
     notes: list[str] = field(default_factory=list)  # known before calibration
     # llama-quantize requires an imatrix for it in layers (Q2_K in a Q2_K_S file), besides IMATRIX_TYPES
     imatrix_required_type: GGMLQuantizationType | None = None
+    runs_mtp_layers: bool = False  # calibration also runs the layers that predict further tokens
 
     @property
     def n_matrices(self) -> int:

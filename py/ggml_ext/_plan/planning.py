@@ -56,7 +56,9 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         file, file_type, token_embd=choices.token_embd, output=choices.output, named=[choices.is_settled(t.name) for t in file.tensors],
         has_imatrix=has_imatrix,
     )
-    plan = QuantizationPlan(warnings=warnings, imatrix_required_type=file_type.imatrix_required_type)
+    plan = QuantizationPlan(
+        warnings=warnings, imatrix_required_type=file_type.imatrix_required_type, runs_mtp_layers=bool(uses.in_mtp_layers)
+    )
     has_small_floor = not file_type.is_upstream and (not choices.pure or bool(choices.target_option))
     small = small_matrices(file.tensors) if has_small_floor else set()
     has_experts = any(part in t.name for t in file.tensors for part in EXPERTS)
