@@ -34,10 +34,12 @@ namespace {
 
 struct tensor_uses {
     std::set<std::pair<std::string, std::string>> entries;
+    bool                                          can_run = true;
 
     void read(ggml_cgraph * graph) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
+            can_run &= node->op != GGML_OP_ROPE || has_sections(node);
             for (int s = 0; s < GGML_MAX_SRC && !ggml_ext::is_view(node); ++s) {
                 const ggml_tensor * source = node->src[s], * leaf = ggml_ext::skip_views(source);
                 if (leaf && leaf->op == GGML_OP_NONE) {
@@ -45,6 +47,12 @@ struct tensor_uses {
                 }
             }
         }
+    }
+
+    // ggml ends the program if multimodal RoPE has no sections, as in the MTP layer of GLM-4.5V.
+    static bool has_sections(const ggml_tensor * rope) {
+        const int32_t * params = rope->op_params;
+        return !(params[2] & GGML_ROPE_TYPE_MROPE) || params[11] > 0 || params[12] > 0 || params[13] > 0;
     }
 
     static const char * describe(const ggml_tensor * node, int s, bool is_direct) {
@@ -232,6 +240,9 @@ int main(int argc, char ** argv) {
         if (loaded.ctx) {
             code = command == "run" ? run(loaded.model, loaded.ctx) : command == "scales" ? print_scales(loaded, groups) : 0;
         }
+    }
+    if (command == "mtp" && !uses.can_run) {
+        code = 1;
     }
     if (code == 0 && reads_uses) {
         for (const auto & [name, use] : uses.entries) {
