@@ -194,9 +194,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
     """Choose the types of all tensors and calibrate, or prepare calibration in a dry run."""
     choices, target, is_dry, options = settings.choices, settings.target, settings.output.is_dry, settings.calibration
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(options)
-    # a target keeps the minimum types of MTP layers: the KL divergence does not depend on them
-    runs_mtp_layers = target is None and options.imatrix is None and calibration.expects_importance(options)
-    uses = GraphUses.read(model.file, options.imatrix_names(), runs_mtp_layers)
+    uses = GraphUses.read(model.file, options.imatrix_names(), options.imatrix is None and calibration.expects_importance(options))
     plan = make_plan(model.file, choices, has_imatrix, uses)
     report_options_without_effect(plan, choices)
     console.notes(plan.notes)

@@ -85,11 +85,13 @@ class GraphUses:
         is_measured = name in self.measured or name in OUTER or IN_LAYERS.search(name)
         return not is_measured and self.operations is not None and PRODUCT in self.operations.get(name, ())
 
+    def is_in_mtp_layer(self, name: str) -> bool:
+        """Whether the tensor's layer predicts further tokens. The KL divergence from the original model does not depend on it."""
+        return self.n_layers is not None and (layer_number(name) or 0) >= self.n_layers
+
     def is_unseen(self, name: str) -> bool:
         """Whether the graph skips a matrix of a layer; if the graph is unknown, whether its layer predicts further tokens."""
         layer = layer_number(name)
-        if layer is None or name in self.measured:
-            return False
-        if self.n_layers is not None and layer >= self.n_layers and tensor_class(name) in self.in_mtp_layers:
+        if layer is None or name in self.measured or (self.is_in_mtp_layer(name) and tensor_class(name) in self.in_mtp_layers):
             return False
         return name not in self.operations if self.operations is not None else self.n_layers is not None and layer >= self.n_layers
