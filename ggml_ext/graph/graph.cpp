@@ -3,6 +3,7 @@
 // Usage: ggml-ext-graph uses FILE ...   build the graphs without reading weights. Print a line per use of a tensor: NAME, a tab, and
 //                                       "product" (the matrix of a product, whose input llama-imatrix collects), "rows" (looked up by
 //                                       index) or the name of another operation
+//        ggml-ext-graph mtp FILE ...    the same for the graphs of the layers that predict further tokens (MTP). Exit code 1 if llama.cpp has none
 //        ggml-ext-graph run FILE ...    load the model and run one token. Exit code 2 if the result is not finite
 //        ggml-ext-graph scales FILE ... find the products whose columns can be scaled (column-scales.h), and run them scaled. Print a line per
 //                                       group: "group", or "inexact" if the results differ with it, consumers, producers, block and repeat;
@@ -15,6 +16,7 @@
 #include "views.h"
 
 #include "ggml-backend.h"
+#include "llama-ext.h"
 #include "llama.h"
 
 #include <cmath>
@@ -32,10 +34,12 @@ namespace {
 
 struct tensor_uses {
     std::set<std::pair<std::string, std::string>> entries;
+    bool                                          can_run = true;
 
     void read(ggml_cgraph * graph) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
+            can_run &= node->op != GGML_OP_ROPE || has_sections(node);
             for (int s = 0; s < GGML_MAX_SRC && !ggml_ext::is_view(node); ++s) {
                 const ggml_tensor * source = node->src[s], * leaf = ggml_ext::skip_views(source);
                 if (leaf && leaf->op == GGML_OP_NONE) {
@@ -43,6 +47,12 @@ struct tensor_uses {
                 }
             }
         }
+    }
+
+    // ggml ends the program if multimodal RoPE has no sections, as in the MTP layer of GLM-4.5V.
+    static bool has_sections(const ggml_tensor * rope) {
+        const int32_t * params = rope->op_params;
+        return !(params[2] & GGML_ROPE_TYPE_MROPE) || params[11] > 0 || params[12] > 0 || params[13] > 0;
     }
 
     static const char * describe(const ggml_tensor * node, int s, bool is_direct) {
@@ -58,13 +68,14 @@ struct loaded_model {
     llama_context * ctx   = nullptr;
     void *          run   = nullptr; // a ggml_ext::scaled_run, or none
 
-    loaded_model(std::vector<const char *> files, bool with_weights) {
+    loaded_model(std::vector<const char *> files, bool with_weights, bool of_mtp) {
         ggml_backend_dev_t no_devices[] = { nullptr };
         llama_model_params model_params = llama_model_default_params();
         model_params.devices      = no_devices;
         model_params.n_gpu_layers = 0;
         model_params.no_alloc     = !with_weights;
         model_params.use_extra_bufts = false; // they would copy the weights
+        model_params.load_mtp        = of_mtp;
         model_params.load_mode    = with_weights ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
         model = llama_model_load_from_splits(files.data(), files.size(), model_params);
         if (!model) {
@@ -73,10 +84,15 @@ struct loaded_model {
         llama_context_params context_params = llama_context_default_params();
         context_params.n_threads = context_params.n_threads_batch = (int) std::thread::hardware_concurrency();
         context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = 64;
-        context_params.embeddings = true; // adds pooling and a reranker's head to the graph
+        context_params.embeddings = !of_mtp; // adds pooling and a reranker's head to the graph
+        context_params.ctx_type   = of_mtp ? LLAMA_CONTEXT_TYPE_MTP : LLAMA_CONTEXT_TYPE_DEFAULT;
         context_params.cb_eval           = evaluate;
         context_params.cb_eval_user_data = this;
         ctx = llama_init_from_model(model, context_params);
+        for (int i = 0; ctx && of_mtp && i < llama_model_n_layer_nextn(model); ++i) {
+            llama_set_nextn_layer_offset(ctx, i);
+            llama_graph_reserve(ctx, 1, 1, 1);
+        }
     }
     ~loaded_model() {
         if (ctx) {
@@ -198,8 +214,9 @@ int print_scales(loaded_model & loaded, const scale_groups & groups) {
 
 int main(int argc, char ** argv) {
     const std::string command = argc > 2 ? argv[1] : "";
-    if (command != "uses" && command != "run" && command != "scales") {
-        fprintf(stderr, "error: use: %s uses, run or scales, and FILE ...\n", argv[0]);
+    const bool reads_uses = command == "uses" || command == "mtp";
+    if (!reads_uses && command != "run" && command != "scales") {
+        fprintf(stderr, "error: use: %s uses, mtp, run or scales, and FILE ...\n", argv[0]);
         return 1;
     }
     ggml_backend_load_all();
@@ -208,7 +225,7 @@ int main(int argc, char ** argv) {
     scale_groups groups;
     if (command != "run") {
         ggml_ext_set_graph_cut([&](ggml_cgraph * graph) {
-            if (command == "uses") {
+            if (reads_uses) {
                 uses.read(graph);
             } else {
                 groups = ggml_ext::find_scale_groups(graph); // those of the last graph count
@@ -218,13 +235,16 @@ int main(int argc, char ** argv) {
     }
     int code = 1;
     {
-        loaded_model loaded({ argv + 2, argv + argc }, command != "uses");
+        loaded_model loaded({ argv + 2, argv + argc }, !reads_uses, command == "mtp");
         ggml_ext_set_graph_cut({});
         if (loaded.ctx) {
             code = command == "run" ? run(loaded.model, loaded.ctx) : command == "scales" ? print_scales(loaded, groups) : 0;
         }
     }
-    if (code == 0 && command == "uses") {
+    if (command == "mtp" && !uses.can_run) {
+        code = 1;
+    }
+    if (code == 0 && reads_uses) {
         for (const auto & [name, use] : uses.entries) {
             printf("%s\t%s\n", name.c_str(), use.c_str());
         }

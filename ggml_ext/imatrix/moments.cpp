@@ -283,9 +283,14 @@ void ggml_ext_moments::write(gguf_context * file, const std::string & path) {
 // --- plan --------------------------------------------------------------------------------------------------------------------
 
 // Matrices outside the blocks, such as the output matrix, belong to the last layer.
-bool ggml_ext_moments::is_selected(const std::string & weight) const {
+static int find_layer(const std::string & weight, int n_layers) {
     int layer = n_layers - 1;
     sscanf(weight.c_str(), "blk.%d.", &layer);
+    return layer;
+}
+
+bool ggml_ext_moments::is_selected(const std::string & weight) const {
+    const int layer = find_layer(weight, n_layers);
     return last_layer < 0 || (first_layer <= layer && layer <= last_layer);
 }
 
@@ -313,7 +318,8 @@ bool ggml_ext_moments::register_input(const ggml_tensor * node, const std::strin
         return true;
     }
     const int64_t n_values = ggml_ext_n_moments(x->ne[0], is_full(x->ne[0])), n_mat = experts ? matrix->ne[2] : 1;
-    const std::string owner = sources.emplace(source(x, experts ? node->src[2] : nullptr), weight).first->second;
+    const auto place = std::make_pair(source(x, experts ? node->src[2] : nullptr), find_layer(weight, n_layers));
+    const std::string owner = sources.emplace(place, weight).first->second;
     const auto known = input_of.emplace(weight, owner);
     if (known.first->second != owner) {
         LOG_ERR("error: --in-file: tensor %s shares the input of %s, in this model that of %s: moments of another model\n", weight.c_str(),
@@ -321,6 +327,7 @@ bool ggml_ext_moments::register_input(const ggml_tensor * node, const std::strin
         return false;
     }
     input & in = inputs[owner];
+    in.n_cols  = x->ne[0];
     if (in.n_mat == 0) {
         in.n_values = n_values;
         in.n_mat    = n_mat;
@@ -355,7 +362,7 @@ bool ggml_ext_moments::plan(int layers, int n_threads, const std::function<bool(
     int64_t widest = 0;
     for (const auto & source : sources) {
         const input & in     = inputs.at(source.second);
-        const int64_t n_cols = source.first.first->ne[0];
+        const int64_t n_cols = in.n_cols;
         const double  bytes  = sizeof(float) * (double) in.n_mat * in.n_values;
         needed      += bytes;
         to_allocate += in.sums.empty() ? bytes : 0;

@@ -46,6 +46,7 @@ private:
     typedef std::pair<const ggml_tensor *, const ggml_tensor *> source; // activations, and ids of experts or NULL
 
     struct input {
+        int64_t n_cols   = 0; // set by plan()
         int64_t n_values = 0; // per matrix
         int64_t n_mat    = 0;
         std::vector<float>   sums; // empty until the first token
@@ -65,7 +66,8 @@ private:
 
     std::map<std::string, input>       inputs;   // by the name of the first matrix
     std::map<std::string, std::string> input_of; // matrix -> name in inputs
-    std::map<source, std::string>      sources;  // inputs found by plan(): name of the first matrix
+    // inputs found by plan(): name of the first matrix. With the layer, because graphs of several MTP layers use the same memory
+    std::map<std::pair<source, int>, std::string> sources;
     std::string  kind;         // "block", "full" or empty
     std::string  kind_from;    // the option or file that sets it
     std::string  file_without; // a loaded file that has none

@@ -44,8 +44,9 @@ static bool writes_to_memory(const ggml_tensor * node) {
     return node->view_src && !is_view(node);
 }
 
-bool layered_graph::read(ggml_cgraph * source, int n_layers) {
-    graph = source;
+bool layered_graph::read(ggml_cgraph * source, int n_layers, int offset) {
+    graph        = source;
+    cache_offset = offset;
     for (int i = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
         positions[node]    = i;
@@ -114,6 +115,9 @@ bool layered_graph::find_ends(std::vector<ggml_tensor *> & ends) {
     const auto missing = std::find(last_use.begin(), last_use.end(), -1);
     if (missing != last_use.end()) {
         return refuse("its graph has no weights of layer %d", (int) (missing - last_use.begin()));
+    }
+    if (ends.empty()) {
+        return true;
     }
     int furthest = -1; // the last user of the computed nodes so far
     for (int i = 0, k = 0; i < graph->n_nodes; ++i) {
@@ -218,8 +222,8 @@ bool layered_graph::collect_nodes(int k, const boundary & start, const std::vect
                 continue;
             }
             int n = 0;
-            if ((sscanf(src->name, "cache_k_l%d", &n) == 1 || sscanf(src->name, "cache_v_l%d", &n) == 1) && n != k) {
-                return refuse("layer %d attends to the keys of layer %d", k, n);
+            if ((sscanf(src->name, "cache_k_l%d", &n) == 1 || sscanf(src->name, "cache_v_l%d", &n) == 1) && n != cache_offset + k) {
+                return refuse("layer %d attends to the keys of layer %d", cache_offset + k, n);
             }
             const int index = position(src);
             if (index < 0 || nodes.count(index)) {

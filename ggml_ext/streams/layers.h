@@ -59,9 +59,9 @@ struct boundary {
 
 class layered_graph {
 public:
-    // Split a graph into n_layers layers, plus one for what follows them, the output matrix. Groups stay empty. Return false, with
-    // error(), if the graph does not consist of layers.
-    bool read(ggml_cgraph * graph, int n_layers);
+    // Split a graph into n_layers layers, plus one for what follows them, the output matrix. Groups stay empty. cache_offset: the number that
+    // the caches have for layer 0. Return false, with error(), if the graph does not consist of layers.
+    bool read(ggml_cgraph * graph, int n_layers, int cache_offset = 0);
 
     // Check that all layers can be cut, once per model, as all its graphs are alike. Return false, with error(), if not.
     bool check();
@@ -109,6 +109,7 @@ private:
     bool refuse(const char * format, ...);
 
     ggml_cgraph *                                graph = nullptr;
+    int                                          cache_offset = 0;
     std::unordered_map<const ggml_tensor *, int> positions;
     std::unordered_map<const ggml_tensor *, std::vector<ggml_tensor *>> users;
     std::vector<bool>                            computed; // by node: whether it depends on a product with weights, selections aside

@@ -3,7 +3,8 @@
 //
 //   exchange BYTES ONLY FILE   map FILE, through which both sides exchange arrays; ONLY 1: the original model runs alone, with `collect`
 //   bf16                  let the original model's products use BF16 in place of F16 if the CPU is faster with that
-//   layer N               the streams are at the input of layer N
+//   layer N               the streams are at the input of layer N; after the last layer come the output matrix and, with --mtp-layers, the
+//                         layers that predict further tokens, whose input is the output of the output matrix: the main model's hidden state
 //   set NAME TYPE FILE    replace the matrix NAME of the quantized model
 //   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output
 //   collect C             write the inputs of all groups of the layer of chunk C, and advance the original stream to the layer's output
@@ -15,7 +16,7 @@
 // Each answer is a line of JSON: {"error": "..."} on failure, or {"not_finite": "..."} with the first tensor of the original model whose values
 // are not finite. The first answer, before any line, describes the model.
 //
-// Usage: ggml-ext-streams -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]
+// Usage: ggml-ext-streams -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [--mtp-layers] [-o FILE]
 // -o: file for the streams, unlinked at once; without it they are in memory.
 
 #include "stream-pair.h"
@@ -111,7 +112,8 @@ int main(int argc, char ** argv) {
         if (n_chunks == 0) {
             ggml_ext::fail("the text has " + std::to_string(tokens.size()) + " tokens, but a chunk takes " + std::to_string(params.n_ctx));
         }
-        ggml_ext::stream_pair streams(init->context(), watcher, tokens, params.n_ctx, n_chunks, params.out_file);
+        ggml_ext::mtp_layers  mtp(init->context(), params);
+        ggml_ext::stream_pair streams(init->context(), mtp, watcher, tokens, params.n_ctx, n_chunks, params.out_file);
         send(out, streams.describe());
         for (std::string line; std::getline(std::cin, line);) {
             try {

@@ -12,12 +12,17 @@ using json = nlohmann::ordered_json;
 
 namespace ggml_ext {
 
-stream_pair::stream_pair(llama_context * ctx, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context, int n_chunks,
-                         const std::string & file)
-    : ctx(ctx), watcher(watcher), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks),
+stream_pair::stream_pair(llama_context * ctx, mtp_layers & mtp, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context,
+                         int n_chunks, const std::string & file)
+    : ctx(ctx), mtp(mtp), watcher(watcher), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks),
       n_layers(llama_model_n_layer(llama_get_model(ctx))) {
     ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return edit_graph(graph); });
     compute(0, NONE);
+    for (int i = 0; i < mtp.size() && error.empty(); ++i) {
+        layer = n_layers + 1 + i;
+        compute(0, NONE);
+    }
+    layer = 0;
     for (auto & groups : kept_group) {
         groups.resize(n_chunks);
     }
@@ -26,8 +31,12 @@ stream_pair::stream_pair(llama_context * ctx, overflow_watcher & watcher, std::v
 stream_pair::~stream_pair() { ggml_ext_set_graph_cut({}); }
 
 json stream_pair::describe() const {
-    return error.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "layers", description }, { "no_gradients", gradient_error } }
-                         : json{ { "error", error } };
+    if (!error.empty()) {
+        return { { "error", error } };
+    }
+    const auto main_end = description.begin() + n_layers + 1;
+    return { { "chunks", n_chunks }, { "context", n_context }, { "layers", json(json::array_t(description.begin(), main_end)) },
+             { "mtp_layers", json(json::array_t(main_end, description.end())) }, { "no_gradients", gradient_error } };
 }
 
 void stream_pair::set_exchange(const std::string & path, size_t n_bytes, bool only_original) {
@@ -41,7 +50,7 @@ void stream_pair::set_exchange(const std::string & path, size_t n_bytes, bool on
 }
 
 void stream_pair::enter_layer(int n) {
-    layer             = check_index("layer", n, n_layers + 1);
+    layer             = check_index("layer", n, (int) description.size());
     is_original_ahead = false;
     for (auto & groups : kept_group) {
         std::fill(groups.begin(), groups.end(), 0);
@@ -95,21 +104,20 @@ void stream_pair::compute(int chunk, int model) {
     this->chunk = chunk;
     this->model = model;
     llama_memory_clear(llama_get_memory(ctx), true);
-    llama_batch batch = llama_batch_init(n_context, 0, 1);
+    common_batch batch(ctx);
     const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(ctx));
     for (int i = 0; i < n_context; ++i) {
         const bool is_bos = i == 0 && llama_vocab_get_add_bos(vocab); // as llama-imatrix begins its chunks
-        batch.token[i]     = is_bos ? llama_vocab_bos(vocab) : tokens[(size_t) chunk * n_context + i];
-        batch.pos[i]       = i;
-        batch.n_seq_id[i]  = 1;
-        batch.seq_id[i][0] = 0;
-        batch.logits[i]    = true;
+        batch.add(is_bos ? llama_vocab_bos(vocab) : tokens[(size_t) chunk * n_context + i], i, 0, true);
     }
-    batch.n_tokens = n_context;
-    const int code = llama_decode(ctx, batch);
-    llama_batch_free(batch);
-    if (code) {
-        fail("llama_decode: " + std::to_string(code));
+    if (is_mtp()) {
+        const std::vector<float> none(model == NONE ? (size_t) n_context * mtp.n_embd() : 0);
+        if (!mtp.run(layer - n_layers - 1, batch, model == NONE ? none.data() : (const float *) layer_input)) {
+            fail("llama.cpp cannot run MTP layer " + std::to_string(layer - n_layers - 1));
+        }
+        llama_synchronize(mtp.context());
+    } else if (const int code = llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, batch.get())) {
+        fail("llama_process: " + std::to_string(code));
     }
     llama_synchronize(ctx);
     if (!error.empty() && model != NONE) {
@@ -120,8 +128,11 @@ void stream_pair::compute(int chunk, int model) {
 // The graph cut (llama-graph-cut.h): reduce the graph to what the run is for.
 std::function<void()> stream_pair::edit_graph(ggml_cgraph * graph) {
     parts = {};
-    if (!parts.read(graph, n_layers) || (model == NONE && !parts.check())) {
+    const bool is_read = is_mtp() ? parts.read(graph, 0, layer - 1) : parts.read(graph, n_layers);
+    if (!is_read || (model == NONE && !parts.check())) {
         error = parts.error();
+    } else if (model == NONE && is_mtp()) {
+        description.push_back(describe_layer(0, layer));
     } else if (model == NONE) {
         read_description();
     }
@@ -129,7 +140,7 @@ std::function<void()> stream_pair::edit_graph(ggml_cgraph * graph) {
         parts.cut(-1, {}, {}, {});
         return [] {};
     }
-    parts.find_groups(layer);
+    parts.find_groups(is_mtp() ? 0 : layer);
     if (run_purpose == purpose::full) {
         for (int k = 0; k < n_layers; ++k) {
             const auto kept = parts.outputs(k);
@@ -149,12 +160,13 @@ std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
     for (const auto & r : model == ORIGINAL ? rounded.all() : replacements) {
         weights[r.first] = r.second->tensor;
     }
-    const ggml_ext::layer & current = parts.layers()[layer];
-    const auto nodes = parts.nodes(layer);
+    const ggml_ext::layer & current = this->current();
+    const int  k     = is_mtp() ? 0 : layer;
+    const auto nodes = parts.nodes(k);
     const bool differentiates = run_purpose == purpose::gradients;
-    const auto start = parts.find_boundary(layer, differentiates ? 0 : start_group);
+    const auto start = parts.find_boundary(k, differentiates ? 0 : start_group);
     start_values     = start.values;
-    if (!parts.cut(layer, start, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights)) {
+    if (!parts.cut(k, start, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights)) {
         error = parts.error();
     } else if (differentiates) {
         transpose_matrices();
@@ -236,36 +248,9 @@ static size_t count_bytes(const std::vector<ggml_tensor *> & tensors) {
 void stream_pair::read_description() {
     description = json::array();
     for (int k = 0; k < (int) parts.layers().size(); ++k) {
-        parts.find_groups(k);
-        json groups = json::array();
-        for (const auto & g : parts.layers()[k].groups) {
-            json products = json::array();
-            for (const auto & p : g.products) {
-                const ggml_tensor * w = p.node->src[0];
-                products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
-            }
-            groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
-                               { "experts", g.ids ? g.products[0].node->src[0]->ne[2] : 0 }, { "products", products } });
-        }
-        description.push_back(groups);
-        const int n_groups = (int) groups.size();
-        for (int g = 1; g < n_groups; ++g) {
-            const size_t n_bytes = count_bytes(parts.find_boundary(k, g).values);
-            kept_bytes[QUANTIZED] = std::max(kept_bytes[QUANTIZED], n_bytes);
-            if (g < n_groups - 1) { // at the last group, the original model advances to the layer's output
-                kept_bytes[ORIGINAL] = std::max(kept_bytes[ORIGINAL], n_bytes);
-            }
-        }
-        // products and, because column scales change them too, all other weights, such as norms
-        for (const ggml_tensor * node : parts.nodes(k)) {
-            for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
-                if (const ggml_tensor * w = node->src[j]; is_weight(w)) {
-                    matrices[w->name] = w;
-                    layer_of[w->name] = k;
-                }
-            }
-        }
+        description.push_back(describe_layer(k, k));
     }
+    const ggml_tensor * hidden = find_hidden_state();
     const ggml_tensor * end = parts.layers()[0].end;
     n_embd         = ggml_nelements(end) / n_context;
     chunk_bytes    = ggml_nbytes(end);
@@ -276,6 +261,61 @@ void stream_pair::read_description() {
         matrices.emplace(w->name, w);
         layer_of[w->name] = -1;
     }
+    const bool fits = hidden && hidden->type == GGML_TYPE_F32 && ggml_is_contiguous(hidden) && ggml_nbytes(hidden) == chunk_bytes;
+    if (mtp.size() && !fits) {
+        error = "its MTP layers need other hidden states than the output of the last layer";
+    }
+}
+
+// Describe the groups of layer k of the graph, and register its weights. number: that of the layer among all. The description of an MTP layer ends
+// at the first product with a matrix of the main model: the output matrix.
+json stream_pair::describe_layer(int k, int number) {
+    parts.find_groups(k);
+    const auto is_known = [&](const product & p) { return number > n_layers && matrices.count(p.weight()); };
+    json groups = json::array();
+    for (const auto & g : parts.layers()[k].groups) {
+        if (std::any_of(g.products.begin(), g.products.end(), is_known)) {
+            break;
+        }
+        json products = json::array();
+        for (const auto & p : g.products) {
+            const ggml_tensor * w = p.node->src[0];
+            products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
+        }
+        groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
+                           { "experts", g.ids ? g.products[0].node->src[0]->ne[2] : 0 }, { "products", products } });
+    }
+    const int n_groups = (int) groups.size();
+    for (int g = 1; g < n_groups; ++g) {
+        const size_t n_bytes = count_bytes(parts.find_boundary(k, g).values);
+        kept_bytes[QUANTIZED] = std::max(kept_bytes[QUANTIZED], n_bytes);
+        if (g < n_groups - 1) { // at the last group, the original model advances to the layer's output
+            kept_bytes[ORIGINAL] = std::max(kept_bytes[ORIGINAL], n_bytes);
+        }
+    }
+    // products and, because column scales change them too, all other weights, such as norms
+    for (const ggml_tensor * node : parts.nodes(k)) {
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            if (const ggml_tensor * w = node->src[j]; is_weight(w) && (number <= n_layers || !matrices.count(w->name))) {
+                matrices[w->name] = w;
+                layer_of[w->name] = number;
+            }
+        }
+    }
+    return groups;
+}
+
+// What the current layer passes on: its output, and its selections; of the output matrix the hidden state for MTP layers. Nothing without
+// has_end().
+std::vector<ggml_tensor *> stream_pair::outputs() const {
+    return !has_end() ? std::vector<ggml_tensor *>() : layer < n_layers ? parts.outputs(layer) : std::vector<ggml_tensor *>{ find_hidden_state() };
+}
+
+ggml_tensor * stream_pair::find_hidden_state() const {
+    auto nodes = parts.nodes(n_layers);
+    nodes.push_back(parts.layers()[n_layers].start); // in some graphs it is the output of the last layer
+    const auto match = std::find_if(nodes.begin(), nodes.end(), [](const ggml_tensor * t) { return strcmp(t->name, "h_nextn") == 0; });
+    return match == nodes.end() ? nullptr : *match;
 }
 
 // --- inputs of products ----------------------------------------------------------------------------------------------
@@ -301,17 +341,17 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
     check_index("chunk", chunk, n_chunks);
     is_original_ahead = advance_original;
     for (int model : { ORIGINAL, QUANTIZED }) {
-        const bool advances = advance_original && model == ORIGINAL && parts.layers()[layer].end;
+        const bool advances = advance_original && model == ORIGINAL && has_end();
         select_targets = [&](const ggml_ext::layer & l) {
-            end_values   = advances ? std::vector<ggml_tensor *>() : parts.find_boundary(layer, group).values;
-            auto targets = advances ? parts.outputs(layer) : end_values;
+            end_values   = advances ? std::vector<ggml_tensor *>() : parts.find_boundary(is_mtp() ? 0 : layer, group).values;
+            auto targets = advances ? outputs() : end_values;
             each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
             return targets;
         };
         run_layer(chunk, model, group);
         keep_values(group);
         size_t offset = 0;
-        each_array(parts.layers()[layer].groups.at(group), [&](ggml_tensor * t) { offset = export_array(t, offset, model, 2); });
+        each_array(current().groups.at(group), [&](ggml_tensor * t) { offset = export_array(t, offset, model, 2); });
         if (advances) {
             store_stream(chunk, ORIGINAL);
         }
@@ -320,21 +360,22 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
 
 void stream_pair::collect_inputs(int chunk) {
     check_index("chunk", chunk, n_chunks);
-    check_index("layer", layer, n_layers);
+    const size_t n_groups = layer == n_layers ? 0 : description[layer].size();
+    const auto   each     = [&](const ggml_ext::layer & l, const auto & f) {
+        std::for_each(l.groups.begin(), l.groups.begin() + n_groups, [&](const group & g) { each_input(g, f); });
+    };
     select_targets = [&](const ggml_ext::layer & l) {
         end_values.clear();
-        std::vector<ggml_tensor *> targets = parts.outputs(layer);
-        for (const group & g : l.groups) {
-            each_input(g, [&](ggml_tensor * t) { targets.push_back(t); });
-        }
+        std::vector<ggml_tensor *> targets = outputs();
+        each(l, [&](ggml_tensor * t) { targets.push_back(t); });
         return targets;
     };
     run_layer(chunk, ORIGINAL, 0);
     size_t offset = 0;
-    for (const group & g : parts.layers()[layer].groups) {
-        each_input(g, [&](const ggml_tensor * t) { offset = export_array(t, offset, 0, 1); });
+    each(current(), [&](const ggml_tensor * t) { offset = export_array(t, offset, 0, 1); });
+    if (has_end()) {
+        store_stream(chunk, ORIGINAL);
     }
-    store_stream(chunk, ORIGINAL);
 }
 
 // Write an array to the exchange, the i-th of n copies. Return the offset after all of them.
@@ -371,9 +412,9 @@ void stream_pair::set_kept_values() const {
 
 json stream_pair::advance(int chunk) {
     check_index("chunk", chunk, n_chunks);
-    check_index("layer", layer, n_layers); // the output matrix has no output stream
+    check_index("layer", layer, n_layers + has_end()); // the output matrix has an output only for MTP layers, and these have none
     for (int model = is_original_ahead ? QUANTIZED : ORIGINAL; model <= QUANTIZED; ++model) {
-        select_targets = [this](const ggml_ext::layer &) { return parts.outputs(layer); };
+        select_targets = [this](const ggml_ext::layer &) { return outputs(); };
         run_layer(chunk, model, (int) description[layer].size());
         store_stream(chunk, model);
     }
@@ -388,9 +429,9 @@ json stream_pair::advance(int chunk) {
 
 void stream_pair::store_stream(int chunk, int model) {
     float * dst = (float *) stream_data(model, chunk);
-    ggml_backend_tensor_get(parts.layers()[layer].end, dst, 0, chunk_bytes);
-    auto selected = parts.outputs(layer);
-    store_selections({ selected.begin() + 1, selected.end() });
+    const auto passed = outputs();
+    ggml_backend_tensor_get(passed[0], dst, 0, chunk_bytes);
+    store_selections({ passed.begin() + 1, passed.end() });
     if (model == ORIGINAL) {
         check_finite(chunk, layer, dst);
     } else if (!is_finite(dst)) {

@@ -4,6 +4,7 @@
 
 #include "backward.h"
 #include "layer-copies.h"
+#include "../mtp/mtp-layers.h"
 #include "mapping.h"
 #include "overflow-watcher.h"
 
@@ -27,8 +28,8 @@ inline int check_index(const char * name, int i, int n) {
 
 class stream_pair {
 public:
-    // file: holds the streams, unlinked at once; empty: memory.
-    stream_pair(llama_context * ctx, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context, int n_chunks,
+    // mtp: run on the streams behind the last layer. file: holds the streams, unlinked at once; empty: memory.
+    stream_pair(llama_context * ctx, mtp_layers & mtp, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context, int n_chunks,
                 const std::string & file);
     ~stream_pair();
 
@@ -52,8 +53,8 @@ public:
     // ids of experts, the residuals of products. advance_original: in the same run, advance the original stream to the layer's output.
     void export_inputs(int group, int chunk, bool advance_original);
 
-    // Write the inputs and the ids of experts of all groups of the layer in the original model to the exchange, and advance its stream of a
-    // chunk to the layer's output.
+    // Write the inputs and the ids of experts of all groups of the layer in the original model to the exchange, those of the output matrix
+    // excepted, and advance its stream of a chunk to the layer's output.
     void collect_inputs(int chunk);
 
     // Advance the quantized stream of a chunk to the layer's output, and the original one unless export_inputs() did so for all chunks.
@@ -83,6 +84,12 @@ private:
     void                  set_kept_values() const;
     char *                kept_data() const { return kept[model].data() + (size_t) chunk * kept_bytes[model]; }
     void                  compute(int chunk, int model);
+    bool                  is_mtp() const { return layer > n_layers; }
+    const ggml_ext::layer & current() const { return parts.layers()[is_mtp() ? 0 : layer]; }
+    std::vector<ggml_tensor *> outputs() const;
+    ggml_tensor *         find_hidden_state() const;
+    bool                  has_end() const { return layer < n_layers || (layer == n_layers && mtp.size() > 0); }
+    nlohmann::ordered_json describe_layer(int k, int number);
     std::function<void()> edit_graph(ggml_cgraph * graph);
     std::function<void()> cut_layer(ggml_cgraph * graph);
     void                  read_description();
@@ -99,6 +106,7 @@ private:
     [[noreturn]] void     fail_not_finite(int chunk, const std::string & place);
 
     llama_context *          ctx;
+    mtp_layers &             mtp;
     overflow_watcher &       watcher;
     std::vector<llama_token> tokens;
     std::string              file;

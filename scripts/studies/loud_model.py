@@ -16,6 +16,7 @@ import hashlib
 import math
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import gguf
@@ -81,17 +82,17 @@ def raise_channels(weights: Weights, n_layers: int) -> None:
         weights[f"{block}ffn_down.weight"][:, channels] /= factors.sqrt()
 
 
-def forward(weights: Weights, tokens: torch.Tensor, n_layers: int, n_heads: int) -> torch.Tensor:
-    """Return the logits, (batch, context, vocabulary), of tokens, (batch, context)."""
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, x.shape[-1:], weights[name], 1e-5)
+def norm(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weights[name], 1e-5)
 
+
+def run_layers(weights: Weights, x: torch.Tensor, layers: Iterable[int], n_heads: int) -> torch.Tensor:
+    """Return the output of layers for their input, (batch, context, columns)."""
     def product(name: str, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, weights[name])
 
-    n_batch, n_context = tokens.shape
-    x = weights["token_embd.weight"][tokens]
-    head_size = x.shape[-1] // n_heads
+    n_batch, n_context, n_columns = x.shape
+    head_size = n_columns // n_heads
     angles = torch.outer(torch.arange(n_context), 10000.0 ** (-torch.arange(0, head_size, 2) / head_size))
     cos, sin = angles.cos(), angles.sin()
 
@@ -99,15 +100,21 @@ def forward(weights: Weights, tokens: torch.Tensor, n_layers: int, n_heads: int)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
-    for k in range(n_layers):
+    for k in layers:
         block = f"blk.{k}."
-        h = norm(f"{block}attn_norm.weight", x)
+        h = norm(weights, f"{block}attn_norm.weight", x)
         q, key, value = (product(f"{block}attn_{name}.weight", h).view(n_batch, n_context, -1, head_size).transpose(1, 2) for name in "qkv")
         attended = functional.scaled_dot_product_attention(rotate(q), rotate(key), value, is_causal=True, enable_gqa=True)
         x = x + product(f"{block}attn_output.weight", attended.transpose(1, 2).reshape(n_batch, n_context, -1))
-        h = norm(f"{block}ffn_norm.weight", x)
+        h = norm(weights, f"{block}ffn_norm.weight", x)
         x = x + product(f"{block}ffn_down.weight", functional.silu(product(f"{block}ffn_gate.weight", h)) * product(f"{block}ffn_up.weight", h))
-    return functional.linear(norm("output_norm.weight", x), weights["token_embd.weight"])
+    return x
+
+
+def forward(weights: Weights, tokens: torch.Tensor, n_layers: int, n_heads: int) -> torch.Tensor:
+    """Return the logits, (batch, context, vocabulary), of tokens, (batch, context)."""
+    x = run_layers(weights, weights["token_embd.weight"][tokens], range(n_layers), n_heads)
+    return functional.linear(norm(weights, "output_norm.weight", x), weights["token_embd.weight"])
 
 
 def train(weights: Weights, tokens: torch.Tensor, n_steps: int, n_layers: int, n_heads: int) -> None:

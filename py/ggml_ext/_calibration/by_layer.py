@@ -98,19 +98,19 @@ def _select_tokens(x: np.ndarray, ids: np.ndarray, expert: int) -> np.ndarray:
     return x[token, slot if x.shape[1] > 1 else 0]
 
 
-def list_command(model: Path, text: Path, *, n_context: int, n_chunks: int, n_threads: int) -> list[str]:
-    """Return the program with its arguments. UserError if the package lacks it."""
+def list_command(model: Path, text: Path, *, n_context: int, n_chunks: int, n_threads: int, mtp_layers: bool = False) -> list[str]:
+    """Return the program with its arguments. UserError if the package lacks it. mtp_layers: run the layers that predict further tokens too."""
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"{PROGRAM} is not in the package: reinstall ggml-ext")
     command = [program, "-m", model.absolute(), "-f", text, "-c", n_context, "-b", n_context, "--chunks", n_chunks, "-t", n_threads]
-    return list(map(str, command))
+    return [*map(str, command), *(["--mtp-layers"] if mtp_layers else [])]
 
 
-def find_obstacle(file: GGUFFile, text: Path, is_dry: bool) -> str:
+def find_obstacle(file: GGUFFile, text: Path, is_dry: bool, mtp_layers: bool = False) -> str:
     """Return why a model cannot run layer by layer; "" if it can. This loads the model, except in a dry run."""
     try:
-        command = list_command(file.path, text, n_context=N_CHECKED, n_chunks=1, n_threads=1)
+        command = list_command(file.path, text, n_context=N_CHECKED, n_chunks=1, n_threads=1, mtp_layers=mtp_layers)
         if not is_dry:
             file.complete(PROGRAM)
             with tempfile.TemporaryDirectory() as directory, _open_streams(command, Path(directory).resolve()):
@@ -142,7 +142,7 @@ def collect_by_layer(
         OSError: the file cannot be written.
     """
     with _open_streams([*command, "-o", str(out.with_name("streams"))], out.parent) as streams, ThreadPoolExecutor(n_threads) as pool:
-        layers = streams.layers[:-1]  # without the output matrix
+        layers = streams.collected_layers
         writer = _open_writer(out, command, kind_of, streams)
         with contextlib.closing(writer), console.bar(title, len(layers) * streams.n_chunks, "chunk") as bar:
             for k, groups in enumerate(layers):
@@ -160,7 +160,7 @@ def collect_by_layer(
 
 def _open_writer(out: Path, command: Sequence[str], kind_of: Callable[[int], str], streams: LayerStreams) -> gguf.GGUFWriter:
     """Write the header of the file."""
-    inputs = [group for groups in streams.layers[:-1] for group in groups]
+    inputs = [group for groups in streams.collected_layers for group in groups]
     owners = {name: names[0] for names in map(list_weights, inputs) for name in names}
     writer = gguf.GGUFWriter(out, "")
     writer.add_type("imatrix")

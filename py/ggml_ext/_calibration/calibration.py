@@ -66,6 +66,7 @@ class CalibrationSetup:
     program: Path
     proxy_model: ProxyModel | None = None
     devices: tuple[str, ...] = ()
+    mtp_layers: bool = False  # run the layers that predict further tokens too
 
     @property
     def n_context(self) -> int:
@@ -99,7 +100,7 @@ class CalibrationRun(CalibrationSetup):
             "text": fingerprint(self.text),
             "chunks": self.n_chunks,
             "context": self.n_context,
-        } | ({} if self.proxy_model is None else self.proxy_model.list_dependencies())
+        } | ({"mtp_layers": True} if self.mtp_layers else {}) | ({} if self.proxy_model is None else self.proxy_model.list_dependencies())
 
     def open_cache(self) -> Importance | None:
         """Open the cached result, if it is valid for this run."""
@@ -295,7 +296,9 @@ def run_pass(run: CalibrationRun, model_path: Path, layers: Layers, *, directory
     """Run the model once and return the file in the directory. Raises and other arguments: as for collect()."""
     result = directory.resolve() / "imatrix.gguf"
     if run.cost.by_layer:
-        streams = by_layer.list_command(model_path, run.text, n_context=run.n_context, n_chunks=run.n_chunks, n_threads=run.n_threads)
+        streams = by_layer.list_command(
+            model_path, run.text, n_context=run.n_context, n_chunks=run.n_chunks, n_threads=run.n_threads, mtp_layers=run.mtp_layers
+        )
         by_layer.collect_by_layer(
             streams, result, lambda n: run.cost.kind_for(n, run.kind), n_threads=run.n_threads, title=title, console=console
         )
@@ -303,6 +306,7 @@ def run_pass(run: CalibrationRun, model_path: Path, layers: Layers, *, directory
     # -b: logits of one chunk at a time; --output-frequency: no intermediate results
     command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command += ["--mtp-layers"] if run.mtp_layers else []
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if run.cost.full_columns is None else ["--moments-columns", run.cost.full_columns]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
@@ -385,7 +389,9 @@ def prepare(
     program = _find_program(options, types, console)
     if program is None:
         return PreparedImportance(Importance())
-    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
+    setup = configure_calibration(
+        options, file, directory or Path(), n_threads=n_threads, program=program, mtp_layers=plan.runs_mtp_layers
+    )
     setup = _fit_into_memory(options, setup, types, is_dry, console)
     kind, full_columns = _choose_kind(options, setup, types, n_compared_metrics, console)
     run = CalibrationRun(**vars(setup) | {"cost": replace(setup.cost, full_columns=full_columns)}, kind=kind)
@@ -420,12 +426,12 @@ def _find_program(options: CalibrationOptions, types: Sequence[GGMLQuantizationT
 
 
 def configure_calibration(
-    options: CalibrationOptions, file: GGUFFile, directory: Path, *, n_threads: int, program: Path
+    options: CalibrationOptions, file: GGUFFile, directory: Path, *, n_threads: int, program: Path, mtp_layers: bool = False
 ) -> CalibrationSetup:
     """Configure a calibration with the model itself, except its kind. Raise UserError if the text or the model cannot be used."""
     text, text_name = (TEXT, BUILT_IN) if options.text is None else (options.text, options.text.name)
     n_bytes = check_text(text)
-    cost = CalibrationCost.read(file)
+    cost = CalibrationCost.read(file, mtp_layers)
     if not cost.inputs:
         raise UserError(f"calibration: {file.path} has no layers for llama-imatrix to collect inputs of: pass --no-calibration")
     n_chunks = options.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_length(file)
@@ -442,6 +448,7 @@ def configure_calibration(
         memory_limit=options.memory * GIB if options.memory else MEMORY_SHARE * available_memory(),
         program=program,
         devices=options.devices.arguments(),
+        mtp_layers=mtp_layers,
     )
 
 
@@ -455,7 +462,7 @@ def _fit_into_memory(
     kind = options.kind or ("full" if any(map(uses_metric, types)) else "diagonal")
     is_itself = options.proxy_model in (None, proxy.SOURCE) and not setup.devices
     if kind != "diagonal" and is_itself and setup.cost.collection_bytes(kind) > setup.memory_limit:
-        obstacle = by_layer.find_obstacle(setup.file, setup.text, is_dry)
+        obstacle = by_layer.find_obstacle(setup.file, setup.text, is_dry, setup.mtp_layers)
         if not obstacle:
             return replace(setup, cost=replace(setup.cost, by_layer=True))
         console.note(f"the Hessians cannot be collected layer by layer: {obstacle}")

@@ -76,19 +76,19 @@ class CalibrationCost:
     expert_columns: int = 0  # of a product of an expert, on average
 
     @classmethod
-    def read(cls, file: GGUFFile) -> CalibrationCost:
-        """Read the properties from the header of a model."""
+    def read(cls, file: GGUFFile, mtp_layers: bool = False) -> CalibrationCost:
+        """Read the properties from the header of a model. mtp_layers: include the layers that predict further tokens."""
         arch = file.value("general.architecture", "")
         n_used = file.value(f"{arch}.expert_used_count", 0)
         sizes = {t.name: t.n_elements for t in file.tensors}
         weights: Counter[GGMLQuantizationType] = Counter()
-        n_layers = n_layers_run(file)
+        n_layers = None if mtp_layers else n_layers_run(file)
         inputs: dict[tuple[int, str, int], Input] = {}
         n_expert_weights_used, expert_columns = 0, 0
         n_weights_used = float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0)))
         factorizations: Counter[int] = Counter()
         for t in file.tensors:
-            name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
+            name = re.fullmatch(r"blk\.(\d+)\.(\w+|nextn\.(?:eh_proj|shared_head_head))\.weight", t.name)
             if not name or t.n_dims < 2:
                 continue
             n_matrices = t.ne[2] if len(t.ne) > 2 else 1

@@ -192,9 +192,9 @@ def prepare_upload(settings: Settings, console: Console) -> Destination | None:
 
 def plan_job(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
     """Choose the types of all tensors and calibrate, or prepare calibration in a dry run."""
-    choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
-    has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.calibration)
-    uses = GraphUses.read(model.file, settings.calibration.imatrix_names())
+    choices, target, is_dry, options = settings.choices, settings.target, settings.output.is_dry, settings.calibration
+    has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(options)
+    uses = GraphUses.read(model.file, options.imatrix_names(), options.imatrix is None and calibration.expects_importance(options))
     plan = make_plan(model.file, choices, has_imatrix, uses)
     report_options_without_effect(plan, choices)
     console.notes(plan.notes)
@@ -243,7 +243,7 @@ def prepare_propagation(
     if not options.propagates:
         return None, [f"{SKIPPING}: {settings.excludes_propagate} excludes it"] if settings.excludes_propagate else []
     try:
-        config = configure_propagation(options, model.file, cache_dir(settings), settings.n_threads, console)
+        config = configure_propagation(options, model.file, cache_dir(settings), settings.n_threads, console, plan.runs_mtp_layers)
         if options.may_do_without and model.output is not None:
             check_cut(config, console.note)
     except UserError as e:

@@ -15,9 +15,12 @@ PROGRAM = "ggml-ext-graph"
 PRODUCT, ROWS = "product", "rows"  # uses; others are operations under ggml's names
 
 
-def read_uses(parts: Sequence[Path]) -> dict[str, set[str]] | None:
-    """Return the uses of each tensor by name. None if llama.cpp cannot build the model's graph, or the program is missing."""
-    out = _run("uses", parts)
+def read_uses(parts: Sequence[Path], *, of_mtp_layers: bool = False) -> dict[str, set[str]] | None:
+    """Return the uses of each tensor by name. None if llama.cpp cannot build the model's graph, or the program is missing.
+
+    of_mtp_layers: read the graphs of the layers that predict further tokens (MTP, NextN) instead.
+    """
+    out = _run("mtp" if of_mtp_layers else "uses", parts)
     if out is None:
         return None
     uses: dict[str, set[str]] = {}

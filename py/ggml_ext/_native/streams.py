@@ -103,6 +103,8 @@ class LayerStreams:
 
     Attributes:
         layers: groups of products by layer; the last entry is the output matrix, after the last layer.
+        mtp_layers: the same of the layers that predict further tokens, which come after it. Their common input is the hidden state of the main
+            model: what advance() through the output matrix computes.
         n_chunks: number of chunks of the text.
         n_tokens: tokens per chunk.
         no_gradients: why the model cannot be differentiated; empty if it can.
@@ -121,6 +123,7 @@ class LayerStreams:
         self._command, self._dir, self._flag, self._hint, self._only_original = list(command), directory, flag, hint, only_original
         self._stack = ExitStack()
         self.layers: tuple[tuple[ProductGroup, ...], ...] = ()
+        self.mtp_layers: tuple[tuple[ProductGroup, ...], ...] = ()
         self.n_chunks = self.n_tokens = 0
         self.no_gradients = ""
 
@@ -139,11 +142,28 @@ class LayerStreams:
 
     def _set_model(self, answer: dict[str, Any]) -> None:
         """Store the program's description of the model."""
-        self.layers = tuple(
-            tuple(ProductGroup(**{**g, "products": tuple(WeightProduct(**p) for p in g["products"])}) for g in groups)
-            for groups in answer["layers"]
+        self.layers, self.mtp_layers = (
+            tuple(
+                tuple(ProductGroup(**{**g, "products": tuple(WeightProduct(**p) for p in g["products"])}) for g in groups)
+                for groups in answer[key]
+            )
+            for key in ("layers", "mtp_layers")
         )
         self.n_chunks, self.n_tokens, self.no_gradients = answer["chunks"], answer["context"], answer["no_gradients"]
+
+    @property
+    def all_layers(self) -> tuple[tuple[ProductGroup, ...], ...]:
+        """Groups of products by layer, with those of MTP layers after the output matrix."""
+        return self.layers + self.mtp_layers
+
+    @property
+    def collected_layers(self) -> tuple[tuple[ProductGroup, ...], ...]:
+        """The groups whose inputs collect_inputs() returns, by layer: those of the output matrix are left out."""
+        return (*self.layers[:-1], (), *self.mtp_layers) if self.mtp_layers else self.layers[:-1]
+
+    def has_output(self, layer: int) -> bool:
+        """Whether the streams can be advanced through a layer."""
+        return layer < len(self.layers) - (0 if self.mtp_layers else 1)
 
     def _map_memory(self, stack: ExitStack) -> None:
         """Map the memory that is shared with the program."""
@@ -161,9 +181,9 @@ class LayerStreams:
     def _exchange_bytes(self) -> int:
         """Return the bytes of the largest arrays that are exchanged at once."""
         if self._only_original:
-            shapes = ([shape for g in groups for _, shape in g.input_shapes(self.n_tokens)] for groups in self.layers[:-1])
+            shapes = ([shape for g in groups for _, shape in g.input_shapes(self.n_tokens)] for groups in self.collected_layers)
             return max(4 * sum(rows * columns for rows, columns in layer) for layer in shapes)
-        inputs = (g.n_bytes(self.n_tokens) for groups in self.layers for g in groups)
+        inputs = (g.n_bytes(self.n_tokens) for groups in self.all_layers for g in groups)
         gradients = (4 * self.n_tokens * sum(p.rows for p in dense_products(groups)) for groups in self.layers[:-1])
         return max([1, *inputs, *gradients])
 
@@ -214,7 +234,7 @@ class LayerStreams:
     def compute_inputs(self, layer: int, group: int, chunk: int, advance_original: bool) -> ChunkArrays:
         """Compute a chunk's inputs of a group. advance_original: also advance the original model's stream through the layer."""
         self._ask(f"inputs {group} {chunk} {int(advance_original)}")
-        products = self.layers[layer][group]
+        products = self.all_layers[layer][group]
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
         offset = 0
         for dtype, shape in products.shapes(self.n_tokens):
@@ -234,7 +254,7 @@ class LayerStreams:
         """
         self._ask(f"collect {chunk}")
         out, offset = [], 0
-        for group in self.layers[layer]:
+        for group in self.collected_layers[layer]:
             arrays: list[np.ndarray] = []
             for dtype, (rows, columns) in group.input_shapes(self.n_tokens):
                 arrays.append(np.frombuffer(self._memory, dtype, rows * columns, offset).reshape(rows, columns))

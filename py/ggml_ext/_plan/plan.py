@@ -215,6 +215,7 @@ class QuantizationPlan:
     notes: list[str] = field(default_factory=list)  # known before calibration
     # A type that needs an imatrix in the layers of this file type, besides IMATRIX_TYPES: Q2_K in a Q2_K_S file, as in llama-quantize
     imatrix_required_type: GGMLQuantizationType | None = None
+    runs_mtp_layers: bool = False  # calibration also runs the layers that predict further tokens
 
     @property
     def n_matrices(self) -> int:

@@ -13,6 +13,7 @@ is replaced by its `fallback` in the type table, until one fits, or a standard t
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from gguf import GGMLQuantizationType
 
@@ -56,7 +57,9 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         file, file_type, token_embd=choices.token_embd, output=choices.output, named=[choices.is_settled(t.name) for t in file.tensors],
         has_imatrix=has_imatrix,
     )
-    plan = QuantizationPlan(warnings=warnings, imatrix_required_type=file_type.imatrix_required_type)
+    plan = QuantizationPlan(
+        warnings=warnings, imatrix_required_type=file_type.imatrix_required_type, runs_mtp_layers=bool(uses.in_mtp_layers)
+    )
     has_small_floor = not file_type.is_upstream and (not choices.pure or bool(choices.target_option))
     small = small_matrices(file.tensors) if has_small_floor else set()
     has_experts = any(part in t.name for t in file.tensors for part in EXPERTS)
@@ -65,8 +68,9 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         if rule is None or reason is not None:
             plan.tensors.append(PlannedTensor(tensor, tensor.type, tensor.type, reason))
         else:
-            plan.tensors.append(_plan_matrix(
-                tensor, choices, rule, has_experts=has_experts, is_unseen=uses.is_unseen(tensor.name), is_small=tensor.name in small))
+            is_unseen = uses.is_unseen(tensor.name)
+            floor = FLOOR if is_unseen or (choices.target_option and uses.is_in_mtp_layer(tensor.name)) else SMALL_FLOOR if tensor.name in small else None
+            plan.tensors.append(replace(_plan_matrix(tensor, choices, rule, has_experts, floor), is_unseen=is_unseen))
     _check_plan(plan, file, file_type)
     _add_notes(plan)
     return plan
@@ -100,17 +104,17 @@ def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, ha
 
 
 def _plan_matrix(
-    tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *, has_experts: bool, is_unseen: bool, is_small: bool
+    tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, has_experts: bool, floor: GGMLQuantizationType | None
 ) -> PlannedTensor:
-    """Plan a weight matrix. Raise UserError if it is already quantized, to another type."""
+    """Plan a weight matrix. floor: its minimum type. Raise UserError if it is already quantized, to another type."""
     chosen = requested = choose_type(tensor, choices, rule, has_experts)
-    if is_unseen or is_small:
-        requested = _raise_to_floor(tensor, chosen, choices, FLOOR if is_unseen else SMALL_FLOOR)
+    if floor is not None:
+        requested = _raise_to_floor(tensor, chosen, choices, floor)
     fitting = fit_to_row(tensor, requested)
     if fitting != tensor.type and tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
         raise _already_quantized(tensor)
-    reason = None if requested == chosen else UNSEEN if is_unseen else SMALL
-    return PlannedTensor(tensor, requested, fitting, reason_raised=reason, is_unseen=is_unseen)
+    reason = None if requested == chosen else UNSEEN if floor == FLOOR else SMALL
+    return PlannedTensor(tensor, requested, fitting, reason_raised=reason)
 
 
 def _raise_to_floor(

@@ -2,7 +2,8 @@
 
 - A matrix that the graph does not multiply with, such as a table that it adds, keeps its type: other operations take few types.
 - A matrix outside of the layers, such as the head of a reranker, keeps its type: llama-imatrix collects nothing there.
-- A matrix in a layer that the graph skips, because the layer predicts further tokens, gets at least FLOOR: its sensitivity is unknown.
+- A matrix in a layer that the graph skips, because the layer predicts further tokens (MTP), gets at least FLOOR if calibration does not run that
+  layer: its sensitivity is unknown.
 - Small matrices have a floor because they add almost nothing to the size.
 """
 
@@ -50,6 +51,7 @@ class GraphUses:
     operations: dict[str, set[str]] | None = None  # by tensor; None if unknown
     n_layers: int | None = None  # n_layers_run()
     measured: frozenset[str] = frozenset()  # tensors with an entry in the imatrix
+    in_mtp_layers: frozenset[str] = frozenset()  # classes of the matrices whose inputs calibration collects in the layers after n_layers
     _others: frozenset[str] = field(default=frozenset(), init=False)  # classes of tensors with operations other than products
 
     def __post_init__(self) -> None:
@@ -57,9 +59,18 @@ class GraphUses:
         object.__setattr__(self, "_others", frozenset(others))
 
     @classmethod
-    def read(cls, file: GGUFFile, measured: frozenset[str] = frozenset()) -> GraphUses:
-        """Read them from the graph that llama.cpp builds for the file."""
-        return cls(read_uses([part.path for part in file.parts]), n_layers_run(file), measured)
+    def read(cls, file: GGUFFile, measured: frozenset[str] = frozenset(), runs_mtp_layers: bool = False) -> GraphUses:
+        """Read them from the graphs that llama.cpp builds for the file.
+
+        Args:
+            file: the model.
+            measured: tensors with an entry in the imatrix.
+            runs_mtp_layers: whether a calibration will run the layers that predict further tokens, if llama.cpp can.
+        """
+        parts, n_layers = [part.path for part in file.parts], n_layers_run(file)
+        mtp_uses = read_uses(parts, of_mtp_layers=True) if runs_mtp_layers and n_layers is not None else None
+        seen = {tensor_class(name) for name, uses in (mtp_uses or {}).items() if PRODUCT in uses and (layer_number(name) or 0) >= (n_layers or 0)}
+        return cls(read_uses(parts), n_layers, measured, frozenset(seen))
 
     def is_no_product(self, name: str) -> bool:
         """Whether the graph uses the tensor, or one of its class, other than in a matrix product.
@@ -74,9 +85,13 @@ class GraphUses:
         is_measured = name in self.measured or name in OUTER or IN_LAYERS.search(name)
         return not is_measured and self.operations is not None and PRODUCT in self.operations.get(name, ())
 
+    def is_in_mtp_layer(self, name: str) -> bool:
+        """Whether the tensor's layer predicts further tokens. The KL divergence from the original model does not depend on it."""
+        return self.n_layers is not None and (layer_number(name) or 0) >= self.n_layers
+
     def is_unseen(self, name: str) -> bool:
         """Whether the graph skips a matrix of a layer; if the graph is unknown, whether its layer predicts further tokens."""
         layer = layer_number(name)
-        if layer is None or name in self.measured:
+        if layer is None or name in self.measured or (self.is_in_mtp_layer(name) and tensor_class(name) in self.in_mtp_layers):
             return False
         return name not in self.operations if self.operations is not None else self.n_layers is not None and layer >= self.n_layers

@@ -31,7 +31,7 @@ ENCODED_BYTES = 0.75  # per weight of an encoded matrix, with its copies
 
 
 def configure_propagation(
-    options: CalibrationOptions, file: GGUFFile, directory: Path | None, n_threads: int, console: Console
+    options: CalibrationOptions, file: GGUFFile, directory: Path | None, n_threads: int, console: Console, mtp_layers: bool = False
 ) -> PropagationConfig:
     """Configure sequential quantization.
 
@@ -41,6 +41,7 @@ def configure_propagation(
         directory: that of OUT; None for a dry run.
         n_threads: of ggml-ext-streams.
         console: gets a note if memory is short.
+        mtp_layers: quantize the layers that predict further tokens too.
 
     Raises:
         UserError: the text cannot be used, the program is missing, or memory does not suffice.
@@ -48,11 +49,13 @@ def configure_propagation(
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext; {HINT}")
-    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program)
+    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, mtp_layers=mtp_layers)
     use = fit_into_memory(setup, file, console)
     n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
     return PropagationConfig(
-        command=tuple(list_command(file.path, setup.text, n_context=setup.n_context, n_chunks=setup.n_chunks, n_threads=n_threads)),
+        command=tuple(list_command(
+            file.path, setup.text, n_context=setup.n_context, n_chunks=setup.n_chunks, n_threads=n_threads, mtp_layers=mtp_layers
+        )),
         kind=options.kind or ("full" if n_columns else "block"),
         full_columns=None if options.kind else setup.cost.full_limit(n_columns),
         common_sums=use.common_sums,

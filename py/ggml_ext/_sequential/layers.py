@@ -179,7 +179,7 @@ class SequentialQuantizer:
             UserError: a type needs an imatrix, but the program does not compute the tensor's input.
         """
         self._read_finished, self._bar = read_finished, bar
-        self._reached = {p.weight for groups in self._streams.layers for g in groups for p in g.products} | {TOKEN_EMBD}
+        self._reached = {p.weight for groups in self._streams.all_layers for g in groups for p in g.products} | {TOKEN_EMBD}
         for t in self._changed.values():
             if t.type in IMATRIX_TYPES and t.name not in self._reached:
                 raise UserError(
@@ -223,14 +223,14 @@ class SequentialQuantizer:
         """Encode the next layer, or reuse its data from an interrupted run, and advance the streams through it."""
         streams, k = self._streams, self._layer
         streams.enter_layer(k)
-        groups = [self._matrices(g) for g in streams.layers[k]]
+        groups = [self._matrices(g) for g in streams.all_layers[k]]
         if not self._resume_layer([t for matrices in groups for t in matrices]):
             self._encode_groups(k, groups)
-        if k + 1 < len(streams.layers):  # the output matrix has no stream after it
+        if streams.has_output(k):
             self._record_stream_error(streams.advance(), {t.name for matrices in groups for t in matrices})
         self._layer += 1
-        # all block weights are encoded; do not wait for the output matrix, which take() may never reach
-        if self._layer == len(streams.layers) - 1:
+        # all block weights are encoded; do not wait for an output matrix at the end, which take() may never reach
+        if self._layer == len(streams.collected_layers):
             self._warn_of_few_tokens()
 
     def _resume_layer(self, matrices: list[PlannedTensor]) -> bool:
@@ -269,7 +269,7 @@ class SequentialQuantizer:
 
     def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
         """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
-        streams, group = self._streams, self._streams.layers[k][g]
+        streams, group = self._streams, self._streams.all_layers[k][g]
         weights = {} if group.experts else {t.name: copy_rows(self._source(t), (0, t.tensor.n_rows), t.type) for t in matrices}
         narrow = sole_narrow_product(group)
         factors, are_common = self.scales.column_factors(matrices[0].name), self.config.common_sums and group.inputs == streams.n_tokens
