@@ -307,7 +307,7 @@ json stream_pair::describe_layer(int k, int number) {
 
 // What the current layer passes on: its output, and its selections; of the output matrix the hidden state for MTP layers. Nothing without
 // has_end().
-std::vector<ggml_tensor *> stream_pair::outputs() const {
+std::vector<ggml_tensor *> stream_pair::layer_outputs() const {
     return !has_end() ? std::vector<ggml_tensor *>() : layer < n_layers ? parts.outputs(layer) : std::vector<ggml_tensor *>{ find_hidden_state() };
 }
 
@@ -344,7 +344,7 @@ void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
         const bool advances = advance_original && model == ORIGINAL && has_end();
         select_targets = [&](const ggml_ext::layer & l) {
             end_values   = advances ? std::vector<ggml_tensor *>() : parts.find_boundary(is_mtp() ? 0 : layer, group).values;
-            auto targets = advances ? outputs() : end_values;
+            auto targets = advances ? layer_outputs() : end_values;
             each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
             return targets;
         };
@@ -366,7 +366,7 @@ void stream_pair::collect_inputs(int chunk) {
     };
     select_targets = [&](const ggml_ext::layer & l) {
         end_values.clear();
-        std::vector<ggml_tensor *> targets = outputs();
+        std::vector<ggml_tensor *> targets = layer_outputs();
         each(l, [&](ggml_tensor * t) { targets.push_back(t); });
         return targets;
     };
@@ -414,7 +414,7 @@ json stream_pair::advance(int chunk) {
     check_index("chunk", chunk, n_chunks);
     check_index("layer", layer, n_layers + has_end()); // the output matrix has an output only for MTP layers, and these have none
     for (int model = is_original_ahead ? QUANTIZED : ORIGINAL; model <= QUANTIZED; ++model) {
-        select_targets = [this](const ggml_ext::layer &) { return outputs(); };
+        select_targets = [this](const ggml_ext::layer &) { return layer_outputs(); };
         run_layer(chunk, model, (int) description[layer].size());
         store_stream(chunk, model);
     }
@@ -429,7 +429,7 @@ json stream_pair::advance(int chunk) {
 
 void stream_pair::store_stream(int chunk, int model) {
     float * dst = (float *) stream_data(model, chunk);
-    const auto passed = outputs();
+    const auto passed = layer_outputs();
     ggml_backend_tensor_get(passed[0], dst, 0, chunk_bytes);
     store_selections({ passed.begin() + 1, passed.end() });
     if (model == ORIGINAL) {

@@ -86,7 +86,7 @@ private:
     void                  compute(int chunk, int model);
     bool                  is_mtp() const { return layer > n_layers; }
     const ggml_ext::layer & current() const { return parts.layers()[is_mtp() ? 0 : layer]; }
-    std::vector<ggml_tensor *> outputs() const;
+    std::vector<ggml_tensor *> layer_outputs() const;
     ggml_tensor *         find_hidden_state() const;
     bool                  has_end() const { return layer < n_layers || (layer == n_layers && mtp.size() > 0); }
     nlohmann::ordered_json describe_layer(int k, int number);
