@@ -167,7 +167,7 @@ def test_every_module_script_and_target_in_a_code_block_exists():
 FLAGS = r"(?<![\w-])--[a-z][\w-]*"
 OPTIONS = (ROOT / "docs" / "reference" / "options.md").read_text("utf-8")
 FLAGS_BY_COMMAND = {command: set(re.findall(FLAGS, section)) for command, section in re.findall(r"^## ggml-ext (\w+)\n(.*?)(?=^## |\Z)", OPTIONS, re.M | re.S)}
-OTHER_FLAGS = {"--lora", "--moments", "--moments-columns", "--layers", "--in-file", "--upgrade"}  # of llama.cpp's programs and of pip
+OTHER_FLAGS = {"--lora", "--moments", "--moments-columns", "--layers", "--mtp-layers", "--spec-type", "--in-file", "--upgrade"}  # of llama.cpp's programs and of pip
 
 
 def test_every_flag_of_a_command_in_a_code_block_exists():
