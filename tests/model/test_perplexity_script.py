@@ -18,8 +18,10 @@ from ggml_ext._base.errors import UserError
 from helpers.commands import quantize
 from helpers.models import MODEL, ROOT
 from helpers.perplexity_record import BASELINE, N_CHUNKS, assert_recorded_perplexity, recorded_run
+from helpers.type_kinds import TYPE_KINDS
 
-UPSTREAM = ["q2_k", "q3_k", "iq3_xxs"]
+UPSTREAM = {"q2_k": 2.625, "q3_k": 3.4375, "iq3_xxs": 3.0625}  # bits per weight
+BY_DAY = [*TYPE_KINDS, *UPSTREAM]  # the encoders and kernels of all types have tests of their own
 TEXT = ROOT / "data" / "heldout.txt"
 LOG = """
 ====== Perplexity statistics ======
@@ -38,15 +40,15 @@ def run_script(*args) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, ROOT / "scripts" / "tools" / "perplexity.py", *map(str, args)], capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def output_dir(model, lib, tmp_path_factory) -> Path:
-    """Run the script on ggml-ext and some upstream types, which must agree with the baseline.
+@pytest.fixture(scope="module", params=[pytest.param(BY_DAY, id="kinds"),
+                                        pytest.param([n for n in WEIGHT_TYPES if n not in BY_DAY], id="others", marks=pytest.mark.nightly)])
+def output_dir(request, model, lib, tmp_path_factory) -> Path:
+    """Run the script on types that must agree with the baseline.
 
     One thread: two that wait for each other take five times as long on a busy CPU.
     """
     folder = tmp_path_factory.mktemp("perplexity")
-    done = run_script("--model", model, "--types", ",".join([*WEIGHT_TYPES, *UPSTREAM]), "--chunks", N_CHUNKS, "--threads", 1,
-                      "--out", folder, "--baseline", BASELINE)
+    done = run_script("--model", model, "--types", ",".join(request.param), "--chunks", N_CHUNKS, "--threads", 1, "--out", folder, "--baseline", BASELINE)
     assert done.returncode == 0, done.stderr
     (folder / "table.md").write_text(done.stdout)
     return folder
@@ -59,20 +61,19 @@ def results(output_dir) -> dict:
 
 def test_script_writes_results_and_table(output_dir, results):
     assert sorted(p.name for p in output_dir.iterdir()) == ["perplexity.json", "table.md"]
-    assert list(results["types"]) == [*WEIGHT_TYPES, *UPSTREAM]
     for name, row in results["types"].items():
         assert row["weights"].keys() == {name}
-        assert row["bpw"] == (WEIGHT_TYPES[name].bpw if name in WEIGHT_TYPES else {"q2_k": 2.625, "q3_k": 3.4375, "iq3_xxs": 3.0625}[name])
+        assert row["bpw"] == (WEIGHT_TYPES[name].bpw if name in WEIGHT_TYPES else UPSTREAM[name])
     table = (output_dir / "table.md").read_text().splitlines()[2:]
-    assert [line.split(" | ")[0] for line in table] == [
-        "| type", "| ---", "| F16", *(f"| {t.upper()}" for t in WEIGHT_TYPES), "| Q2_K", "| Q3_K", "| IQ3_XXS, with imatrix"]
+    titles = [name.upper() + (", with imatrix" if name == "iq3_xxs" else "") for name in results["types"]]
+    assert [line.split(" | ")[0] for line in table] == ["| type", "| ---", "| F16", *(f"| {title}" for title in titles)]
     assert len({line.count("|") for line in table}) == 1
 
 
-@pytest.mark.parametrize("name", ["f16", *WEIGHT_TYPES, *UPSTREAM])
-def test_perplexity_is_as_recorded(results, name):
+def test_perplexity_is_as_recorded(results):
     """The tolerance is smaller than that of the script's own comparison, a standard error."""
-    assert_recorded_perplexity(name, (results["base"] if name == "f16" else results["types"][name])["ppl"][0])
+    for name, row in {"f16": results["base"], **results["types"]}.items():
+        assert_recorded_perplexity(name, row["ppl"][0])
 
 
 def run_with_results(results: dict, baseline: list | str, tmp_path: Path, monkeypatch, *args) -> str:
@@ -96,13 +97,13 @@ def script_error(*args) -> str:
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_difference_beyond_the_error_bar_fails(results, figure, sign, tmp_path, monkeypatch):
     """Tested in both directions; the message names the type and figure that differ."""
-    run = recorded_run()
-    value, error = results["types"]["itq3_s"][figure]
-    run["types"]["itq3_s"][figure] = [value + 0.99 * sign * error, error]
+    run, name = recorded_run(), next(iter(results["types"]))
+    value, error = results["types"][name][figure]
+    run["types"][name][figure] = [value + 0.99 * sign * error, error]
     assert run_with_results(results, [run], tmp_path, monkeypatch) == ""
-    run["types"]["itq3_s"][figure] = [value + 1.01 * sign * error, error]
+    run["types"][name][figure] = [value + 1.01 * sign * error, error]
     line = run_with_results(results, [run], tmp_path, monkeypatch)
-    assert line.startswith(f"error: itq3_s: {figure} is {value:.6g}, recorded ") and "--update-baseline" in line and "\n" not in line
+    assert line.startswith(f"error: {name}: {figure} is {value:.6g}, recorded ") and "--update-baseline" in line and "\n" not in line
 
 
 def test_different_base_fails(results, tmp_path, monkeypatch):
@@ -112,9 +113,9 @@ def test_different_base_fails(results, tmp_path, monkeypatch):
 
 
 def test_unrecorded_type_fails(results, tmp_path, monkeypatch):
-    run = recorded_run()
-    del run["types"]["itq3_s"]
-    assert "baseline.json: has no figures of itq3_s; record with --update-baseline" in run_with_results(results, [run], tmp_path, monkeypatch)
+    run, name = recorded_run(), next(iter(results["types"]))
+    del run["types"][name]
+    assert f"baseline.json: has no figures of {name}; record with --update-baseline" in run_with_results(results, [run], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["model_sha256", "text_sha256", "ctx_size", "chunks", "imatrix"])
@@ -130,13 +131,13 @@ def test_baseline_of_another_run_fails(results, key, tmp_path, monkeypatch, caps
 
 def test_update_baseline_replaces_only_measured_types(results, tmp_path, monkeypatch):
     """The update adds a run if there is none."""
-    changed = copy.deepcopy(results)
-    changed["types"] = {"itq3_s": {**results["types"]["itq3_s"], "kld": [1.0, 0.1]}}
+    changed, name = copy.deepcopy(results), next(iter(results["types"]))
+    changed["types"] = {name: {**results["types"][name], "kld": [1.0, 0.1]}}
     other = {"run": {**results["run"], "chunks": 7}, "base": {"ppl": [1.0, 0.1]}, "types": {}}
     assert run_with_results(changed, [recorded_run(), other], tmp_path, monkeypatch, "--update-baseline") == ""
     path = tmp_path / "baseline.json"
     runs = json.loads(path.read_text())
-    assert runs[0]["types"]["itq3_s"]["kld"] == [1.0, 0.1] and runs[0]["types"].keys() == recorded_run()["types"].keys()
+    assert runs[0]["types"][name]["kld"] == [1.0, 0.1] and runs[0]["types"].keys() == recorded_run()["types"].keys()
     assert runs[1] == other
     path.unlink()
     assert script_error("--baseline", path, "--out", tmp_path / "out", "--update-baseline") == ""
