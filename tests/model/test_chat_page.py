@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import time
 import urllib.error
@@ -39,19 +38,15 @@ def has_page(url: str) -> bool:
 
 
 def test_page_shows_the_answer_to_a_message(quantized):
-    for program in ("chromium", "chromedriver"):
-        if not shutil.which(program):
-            pytest.skip(f"{program} is not installed (Debian's chromium and chromium-driver)")
-    from chat_screenshot import ask, browser
+    from helpers.browser import ask, browser
 
-    with running_server(quantized, *OPTIONS) as url:
+    with browser() as driver, running_server(quantized, *OPTIONS) as url:
         if not has_page(url):
             pytest.skip("llama-server was built without its chat page (npm)")
-        with browser() as driver:
-            answer = ask(driver, url, "def read_lines(path):", seconds=120)
-            print(repr(answer))
-            assert len(answer) > 10
-            assert "model-itq3_s" in driver.find_element("tag name", "body").text
+        answer = ask(driver, url, "def read_lines(path):", seconds=120)
+        print(repr(answer))
+        assert len(answer) > 10
+        assert "model-itq3_s" in driver.find_element("tag name", "body").text
 
 
 def test_exception_in_the_block_stops_the_server(quantized):
