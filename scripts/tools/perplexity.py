@@ -26,12 +26,16 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 
 from ggml_ext import WEIGHT_TYPES, __version__
+from ggml_ext._base.console import Console
 from ggml_ext._base.errors import UserError
 from ggml_ext._base.threads import usable_cores
 from ggml_ext._calibration import calibration
 from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
+from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._evaluation.perplexity import PerplexityRunner
 from ggml_ext._formats.tensor_types import uses_metric
+from ggml_ext._native.programs import require_tool
 from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
     EXT_TYPES,
@@ -40,9 +44,7 @@ from perplexity_run import (
     UPSTREAM_TYPES,
     block_types,
     imatrix,
-    kl_divergence,
     quantize_uniform,
-    save_base_logits,
     split_text,
 )
 
@@ -51,6 +53,7 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
 DEFAULT_TYPES = ",".join(["iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "q4_k", *WEIGHT_TYPES])
 END_OF_TEXT = "from the end of the text"
+BATCH = 2048  # tokens, as llama-perplexity by default
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
@@ -139,7 +142,11 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
         directory = Path(tmp)
         scored, text = (args.file, args.calibration) if args.calibration else split_text(args.file, directory)
         log(f"base: scoring {args.model}")
-        base = save_base_logits(args.model, scored, directory / "logits.bin", args.ctx_size, args.chunks, args.threads)
+        runner = PerplexityRunner(program=require_tool("llama-perplexity"), n_ctx=args.ctx_size, n_batch=BATCH, n_threads=args.threads, options=(),
+                                  console=Console(), on_estimate=lambda _: None)
+        logits = directory / "logits.bin"
+        runner.save_logits(args.model, scored, args.chunks, logits)
+        base = BaseLogits.read(logits)
         importance, kinds = None, {e.importance for e in entries}
         if kinds != {None}:
             log(f"imatrix {f'from {text}' if args.calibration else END_OF_TEXT}")
@@ -153,7 +160,7 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
             weights, bpw = block_types(path)
             if entry.type_name not in RECIPES and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
                 log(f"warning: {entry.label}: some block weights are in {', '.join(others)}")
-            statistics = kl_divergence(path, base, args.threads)
+            statistics, _ = runner.compare(path, base)
             types[entry.label] = {
                 "title": entry.title, "bpw": bpw, "file_bytes": path.stat().st_size,
                 "weights": dict(weights), **{figure: statistics[name] for figure, name in FIGURES.items()}, "statistics": statistics,

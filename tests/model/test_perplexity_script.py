@@ -14,7 +14,11 @@ import pytest
 import perplexity
 import perplexity_run
 from ggml_ext import WEIGHT_TYPES
+from ggml_ext._base.console import Console
 from ggml_ext._base.errors import UserError
+from ggml_ext._evaluation.figures import parse_statistics
+from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._evaluation.perplexity import PerplexityRunner
 from helpers.commands import quantize
 from helpers.models import MODEL, ROOT
 from helpers.perplexity_record import BASELINE, N_CHUNKS, assert_recorded_perplexity, recorded_run
@@ -192,7 +196,7 @@ def test_quantized_model_is_refused(tmp_path, model, lib):
 
 
 def test_statistics_are_parsed():
-    statistics = perplexity_run.parse_statistics(LOG + LAST_LINE)
+    statistics = parse_statistics(LOG + LAST_LINE)
     assert statistics["Mean PPL(Q)"] == (12.625573, 0.398792) and statistics["Mean ln(PPL(Q)/PPL(base))"] == (0.04205, 0.003402)
     assert statistics["Mean KLD"] == (0.037054, 0.000514) and statistics["5.0% KLD"] == (0.00085, None)
     assert statistics["Mean Δp"] == (-1.147, 0.063) and statistics["Same top p"] == (89.711, 0.348)
@@ -200,15 +204,16 @@ def test_statistics_are_parsed():
 
 @pytest.mark.parametrize(("log", "part"), [
     (LOG, "gave no statistics for"),
-    (LOG + "E Unexpected negative standard deviation", "it ends with"),
+    (LOG + "E Unexpected negative standard deviation", "its output ends with"),
     ("0.0 E kl_divergence: inconsistent vocabulary (7 vs 9)\n" + LOG + LAST_LINE, "inconsistent vocabulary (7 vs 9)"),
     (LOG.replace("12.625573 ±   0.398792", "nan ± nan") + LAST_LINE, "Mean PPL(Q) is nan"),
 ])
 def test_log_without_figures_is_refused(log, part, monkeypatch):
     """llama-perplexity exits with 0 in all these cases."""
-    monkeypatch.setattr(perplexity_run, "run_tool", lambda *args: log)
-    with pytest.raises((RuntimeError, UserError)) as e:
-        perplexity_run.kl_divergence(MODEL, perplexity_run.BaseLogits(Path("logits"), 256, 4096, 60), threads=1)
+    monkeypatch.setattr("ggml_ext._evaluation.perplexity.run_logged", lambda *args: (0, log))
+    runner = PerplexityRunner(Path("llama-perplexity"), 256, 256, 1, (), Console(), lambda _: None)
+    with pytest.raises(UserError) as e:
+        runner.compare(MODEL, BaseLogits(Path("logits"), 256, 4096, 60))
     assert part in str(e.value)
 
 
@@ -236,15 +241,15 @@ def test_text_is_split_between_characters(tmp_path):
     assert scored.read_text("utf-8") == "é" * 85 and rest.read_bytes().endswith(b"\xff\r\n")
 
 
-def test_incomplete_logits_are_refused(model, lib, tmp_path):
+def test_incomplete_logits_are_refused(tmp_path):
     """The size of a complete file is computed, so that a file cut by a full disk is noticed."""
-    saved = tmp_path / "logits.bin"
-    logits = perplexity_run.save_base_logits(model, TEXT, saved, n_ctx=128, n_chunks=2, threads=1)
-    assert (logits.n_ctx, logits.n_vocab, logits.n_chunks) == (128, 4096, 2)
-    cut = tmp_path / "cut.bin"
-    cut.write_bytes(saved.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"must have {saved.stat().st_size:,}"):
-        perplexity_run.BaseLogits.read(cut)
-    cut.write_bytes(b"_logits_")
+    path = tmp_path / "logits.bin"
+    logits = BaseLogits(path, 128, 4096, 2)
+    path.write_bytes(BaseLogits.HEADER.pack(b"_logits_", 128, 4096, 2).ljust(logits.n_bytes(), b"\0"))
+    assert BaseLogits.read(path) == logits
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"must have {logits.n_bytes():,}"):
+        BaseLogits.read(path)
+    path.write_bytes(b"_logits_")
     with pytest.raises(UserError, match="holds no logits"):
-        perplexity_run.BaseLogits.read(cut)
+        BaseLogits.read(path)
