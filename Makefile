@@ -48,9 +48,7 @@ nightly: MORE := --nightly
 nightly: test
 
 bench: install
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32
 	@$(BIN)/python scripts/tools/bench.py
-	@$(BIN)/python scripts/tools/bench.py --gemv
 
 # CUDA architectures for gpu-bundle and cuda: any of 75, 80, 86, 89, 90 and 120
 ARCH ?= 90

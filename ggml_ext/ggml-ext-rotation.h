@@ -1,6 +1,6 @@
 // The rotation R = H S of a block of n = 256, 64 or 32 values. S flips the signs at fixed positions. H is the normalised Walsh-Hadamard
 // matrix in Sylvester order, H[i][j] = (-1)^popcount(i & j) / sqrt(n). H H = S S = I, so R^-1 = S H and <R w, R x> = <w, x>.
-// H alone would map constants and ramps to a few large values; the signs (scripts/studies/rotation_signs.py) prevent that.
+// H alone would map constants and ramps to a few large values; the signs (types.toml) prevent that.
 // Blocks of 64 and 32 use the first 64 and 32 signs.
 //
 // Every backend computes the butterflies (u, v) -> (u + v, u - v) at strides 1, 2, 4, ... n/2 in this order and multiplies by

@@ -115,7 +115,7 @@ constexpr bool HAS_DOT4 = true;
 template <typename B, typename = void> constexpr bool is_trellis = false;
 template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
 
-// docs/results/speed.md, by scripts/tools/gemm_columns.py. Trellis types gain most from unpacking once for all columns.
+// docs/results/speed.md. Trellis types gain most from unpacking once for all columns.
 template <typename B> static constexpr int64_t gemm_columns() {
     return HAS_DOT4 ? (group_blocks<B> > 1 ? 10 : has_scales<B> ? 8 : 9) : is_trellis<B> ? 11 : 29;
 }

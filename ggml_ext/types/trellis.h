@@ -48,7 +48,7 @@
 //     V = 2. K = 1, V = 1 would have 1 % less error, but its symbols would need more operations.
 //   - A stored start state takes no extra pass of the encoder, unlike a tail-biting path (docs/results/encoders.md).
 //   - d has three mantissa bits (e5m3.h): more bits cost more than they gain.
-// scripts/studies/trellis_search.py searches the values and compares maps.
+// scripts/studies/trellis_search.py searches the values.
 //
 // Sources: trellis-coded quantization, M. W. Marcellin and T. R. Fischer, IEEE Trans. Communications 38(1), 1990; for rotated weights QTIP,
 // A. Tseng et al., 2024. The codes are new.

@@ -10,6 +10,7 @@ from pathlib import Path
 from ._base.errors import UserError
 from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
 from ._native import library as _lib
+from ._native.programs import not_built
 
 # file name of libllama by platform
 NAMES = {"darwin": "libllama.dylib", "win32": "llama.dll"}
@@ -19,7 +20,7 @@ def find_library_directory() -> Path:
     """Return the directory of libllama and its libraries. Raise UserError if there is none."""
     library, name = _lib.load(), NAMES.get(sys.platform, "libllama.so")
     if library is None:
-        raise UserError("this package was installed without its libraries: reinstall ggml-ext with a C++ compiler, or from a wheel")
+        raise not_built(name)
     directory = library.path.absolute().parent
     if not (directory / name).is_file():
         raise UserError(f"{directory} has no {name}, only the libraries of ggml: reinstall ggml-ext, or unset {_lib.DIR_VARIABLE}")

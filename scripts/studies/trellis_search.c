@@ -1,7 +1,7 @@
 // Viterbi search over 4096 states for trellis_search.py: finds the path with the smallest squared error for any code of the states.
 //
 // As in ggml_ext/encode/trellis-search.h, each step stores the minimum costs but no predecessors. States are grouped by their newest symbol,
-// so that loops access consecutive elements. Unlike there, a block may start in any state and its last state may be fixed.
+// so that loops access consecutive elements. Unlike there, a block may start in any state.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -36,10 +36,10 @@ static inline int best_state(int k, int v, const struct work * w, const float * 
 
 // Inlined for each K and V: compilers vectorize the loops when their bounds are constants.
 static inline __attribute__((always_inline)) void search(int k, int v, struct work * w, const float x[BLOCK], int n_starts,
-                                                         const uint16_t * end, uint16_t * states) {
+                                                         uint16_t * states) {
     const int n_symbols = 1 << k, n_groups = STATES >> k, n = n_groups >> k, n_steps = BLOCK/v;
     for (int j = 0; j < n_groups; ++j) {
-        w->least[0][j] = (end ? j == (*end & (n_groups - 1)) : j < n_starts) ? 0.0f : FLT_MAX;
+        w->least[0][j] = j < n_starts ? 0.0f : FLT_MAX;
     }
     for (int t = 1; t < n_steps; ++t) {
         const float * least = w->least[t - 1];
@@ -59,17 +59,15 @@ static inline __attribute__((always_inline)) void search(int k, int v, struct wo
             }
         }
     }
-    states[n_steps - 1] = end ? *end : (uint16_t) best_state(k, v, w, w->least[n_steps - 1], x + (n_steps - 1)*v, 0, 1);
+    states[n_steps - 1] = (uint16_t) best_state(k, v, w, w->least[n_steps - 1], x + (n_steps - 1)*v, 0, 1);
     for (int t = n_steps - 1; t > 0; --t) {
         states[t - 1] = (uint16_t) best_state(k, v, w, w->least[t - 1], x + (t - 1)*v, states[t] >> k, n_groups);
     }
 }
 
 // Finds the states of blocks x, BLOCK/v per block, for a code with k bits per symbol and v weights per step; code: [v][STATES]. The state before a
-// block is one of the first n_starts states or, if `ends` is not NULL, the block's own last state, which `ends` fixes (a tail-biting path). Returns
-// 0, or 1 if memory is exhausted.
-int trellis_search(int k, int v, const float * code, const float * x, int64_t n_blocks, int n_starts, const uint16_t * ends,
-                   uint16_t * states) {
+// block is one of the first n_starts states. Returns 0, or 1 if memory is exhausted.
+int trellis_search(int k, int v, const float * code, const float * x, int64_t n_blocks, int n_starts, uint16_t * states) {
     struct work * w = malloc(sizeof(*w));
     if (w == NULL) {
         return 1;
@@ -79,13 +77,12 @@ int trellis_search(int k, int v, const float * code, const float * x, int64_t n_
         w->code[s/STATES][(state & ((1 << k) - 1))*(STATES >> k) + (state >> k)] = code[s];
     }
     for (int64_t b = 0; b < n_blocks; ++b, x += BLOCK, states += BLOCK/v) {
-        const uint16_t * end = ends ? ends + b : NULL;
         switch (10*k + v) {
-            case 41: search(4, 1, w, x, n_starts, end, states); break;
-            case 31: search(3, 1, w, x, n_starts, end, states); break;
-            case 21: search(2, 1, w, x, n_starts, end, states); break;
-            case 32: search(3, 2, w, x, n_starts, end, states); break;
-            case 22: search(2, 2, w, x, n_starts, end, states); break;
+            case 41: search(4, 1, w, x, n_starts, states); break;
+            case 31: search(3, 1, w, x, n_starts, states); break;
+            case 21: search(2, 1, w, x, n_starts, states); break;
+            case 32: search(3, 2, w, x, n_starts, states); break;
+            case 22: search(2, 2, w, x, n_starts, states); break;
         }
     }
     free(w);

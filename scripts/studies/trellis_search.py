@@ -1,18 +1,13 @@
 #!/usr/bin/env python3
 """Search the codes of the trellis types: trellis_values and trellis_offset of ggml_ext/types.toml.
 
-    trellis_search.py [--type itq3_t] [--map 'p0^p1^p2|p0^e'] [--seeds 4] [--steps 8000,4000] [--blocks 64,320]
-    trellis_search.py --maps [--type itq3_t] [--steps 3000,1000]
-    trellis_search.py --compare
+    trellis_search.py [--type itq3_t] [--seeds 4] [--steps 8000,4000] [--blocks 64,320]
 
 ggml_ext/types/trellis.h defines the tables and their indices. The search is simulated annealing with several seeds, first on a small sample of
 Gaussian blocks, then on a larger one, because a small sample alone leads to overfitting. A step swaps two values, changes one, or fits all values to
 the blocks' current paths. The objective is the NMSE of the best paths, with any state before a block and one scale for all blocks. Other blocks
 choose among the seeds. The values are then scaled and rounded to integers with sums up to 127. A seed takes four minutes on one core of a Zen 4
 EPYC. Requires a C compiler, `cc`.
-
---map searches with other indices, two per weight of a step: p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. --maps compares
-maps that decoders can compute with few operations, with one seed each. --compare prints the NMSE of the codes of types.toml with other starts and scales.
 """
 from __future__ import annotations
 
@@ -28,12 +23,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILE = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 BLOCK, STATES = 256, 4096
@@ -52,24 +41,12 @@ SPREADS = {"itq4_t": 1.15, "itq3_t": 1.03, "itq2_t": 1.03, "itq1h_t": 0.95, "itq
 HEAT = (0.03, 0.002, 0.0002)
 SWAP, NUDGE = 0.75, 0.9   # cumulative probabilities; the remaining changes are fits
 
-# The map of each type, then alternatives. Shifting a field and XORing full words are cheap in every decoder.
-MAPS = {
-    "itq4_t": ("c0^c2|c1", "c0|c1^c2", "c0^c1|c1^c2", "c0^c2|c0^c1"),
-    "itq3_t": ("p0^p1^p2|p0^e", "p0^p1^p2|p2^e", "p0^p1^p2|p1^e", "p0^p2|p0^e", "p0^p2|p1^e", "p0|p2^e", "p0^p1|p2^e", "p1^p2|p0^e", "p0^e|p1^p2"),
-    "itq2_t": ("p0^p4|p2", "p0^p4|p1^p3", "p0^p4|p0^p2", "p0^p4|p0^p2^p4", "p0^p4|p0^p1^p3", "p0^p2^p4|p1^p3", "p0^p3^p4|p1^p2", "p0^p3|p2^p4"),
-    "itq1h_t": ("p0^p1^p2|p0^e|p0^p2|p0^e", "p0^p1^e|p0^p1^p2|p0^p2|p0^e", "p0^p2|p0^p2^e|p0^p1^p2|p2^e", "p0^p2|p1^e|p0^e|p0^p1^p2",
-                "p0^p2|p2^e|p0^p1^p2|p2^e"),
-    "itq1_t": ("p0^p4|p0^p2^p4|p0^p2|p0^p2^p4", "p0^p1^p4|p2^p3^p4|p0^p2^p4|p0^p2^p3", "p0^p1^p4|p2|p0^p3^p4|p0^p4",
-               "p0^p1^p4|p0^p1^p3|p0^p2^p4|p1^p3^p4"),
-}
-
-# Number of states that may precede a block: all, zero, those of a start byte; circle: only the block's own last state.
-N_STARTS = {"free": STATES, "zero": 1, "byte": 256, "circle": 0}
-# column -> (start, E5M3 scale, scale candidates); the last is the format
-COLUMNS = {"free start": ("free", False, 2), "zero start": ("zero", False, 2), "circle": ("circle", False, 2),
-           "start byte": ("byte", False, 2), "E5M3, 1 try": ("byte", True, 1), "2 tries": ("byte", True, 2),
-           "3 tries": ("byte", True, 3)}
-FORMAT = "3 tries"
+# The two indices of each weight of a step, separated by |: p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. Shifting a
+# field and XORing full words are cheap in every decoder.
+MAPS = {"itq4_t": "c0^c2|c1", "itq3_t": "p0^p1^p2|p0^e", "itq2_t": "p0^p4|p2", "itq1h_t": "p0^p1^p2|p0^e|p0^p2|p0^e",
+        "itq1_t": "p0^p4|p0^p2^p4|p0^p2|p0^p2^p4"}
+START_BYTES = 256  # states that may precede a block
+N_TRIES = 3  # scale candidates
 
 Tables = list[np.ndarray]  # two tables of 16 values for each weight of a step
 
@@ -92,7 +69,7 @@ def load():
             raise CompilerError(f"the C compiler {COMPILE[0]!r} fails on {SOURCE.name}: {reason}") from e
         function = ctypes.CDLL(str(path)).trellis_search
     p = ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, ctypes.c_int, p, p, ctypes.c_int64, ctypes.c_int, p, p]
+    function.argtypes = [ctypes.c_int, ctypes.c_int, p, p, ctypes.c_int64, ctypes.c_int, p]
     return function
 
 
@@ -119,51 +96,29 @@ class Encoder:
         self.k, self.v = SHAPES[name]
         self._search = load()
 
-    def paths(self, x: np.ndarray, code: np.ndarray, n_starts: int, ends: np.ndarray | None = None) -> np.ndarray:
+    def paths(self, x: np.ndarray, code: np.ndarray, n_starts: int = STATES) -> np.ndarray:
         """Return the states (n, 256/V) of blocks x (n, 256), which are in units of the code (V, 4096)."""
         x, code = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(code, np.float32)
-        ends = ends if ends is None else np.ascontiguousarray(ends, np.uint16)
         states = np.empty((len(x), BLOCK // self.v), np.uint16)
-        if self._search(self.k, self.v, code.ctypes.data, x.ctypes.data, len(x), n_starts, ends if ends is None else ends.ctypes.data,
-                        states.ctypes.data):
+        if self._search(self.k, self.v, code.ctypes.data, x.ctypes.data, len(x), n_starts, states.ctypes.data):
             raise MemoryError
         return states
 
-    def encode(self, x: np.ndarray, code: np.ndarray, start: str = "free", e5m3: bool = False,
-               n_tries: int = 1) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return the NMSE of blocks x, and the states and scales of the last candidate.
+    def error(self, x: np.ndarray, code: np.ndarray) -> float:
+        """Return the NMSE of blocks x, float32 (n, 256), in the format: a start byte and E5M3 scales.
 
         The first scale candidate gives the code the block's energy. Each next one is the least-squares scale of the last path.
-
-        Args:
-            x: blocks, float32 (n, 256).
-            code: values of the states.
-            start: key of N_STARTS.
-            e5m3: round scales to E5M3.
-            n_tries: number of scale candidates.
         """
         energy = (x.astype(np.float64) ** 2).sum(1)
         best, tried = energy.copy(), []
         ideal = np.sqrt(energy / BLOCK) / code.std()
-        for _ in range(n_tries):
-            d = nearest_e5m3(ideal, tried) if e5m3 else ideal
+        for _ in range(N_TRIES):
+            d = nearest_e5m3(ideal, tried)
             tried.append(d)
-            y = x * (1 / d).astype(np.float32)[:, None]
-            # the state that closes a circle comes from a search with the joint in the middle of the block
-            middle = BLOCK // 2 // self.v
-            ends = self.paths(np.roll(y, BLOCK // 2, 1), code, STATES)[:, middle - 1] if start == "circle" else None
-            states = self.paths(y, code, N_STARTS[start], ends)
-            v = decode(code, states)
+            v = decode(code, self.paths(x * (1 / d).astype(np.float32)[:, None], code, START_BYTES))
             ideal = (x * v).sum(1) / (v * v).sum(1)
-            d = d if e5m3 else ideal
             best = np.minimum(best, ((x - d[:, None] * v) ** 2).sum(1))
-        return float(best.sum() / energy.sum()), states, d
-
-    def error(self, x: np.ndarray, code: np.ndarray, *args) -> float:
-        return self.encode(x, code, *args)[0]
-
-    def errors(self, x: np.ndarray, code: np.ndarray) -> dict[str, float]:
-        return {name: self.error(x, code, *options) for name, options in COLUMNS.items()}
+        return float(best.sum() / energy.sum())
 
 
 def decode(code: np.ndarray, states: np.ndarray) -> np.ndarray:
@@ -171,9 +126,9 @@ def decode(code: np.ndarray, states: np.ndarray) -> np.ndarray:
     return np.moveaxis(code[:, states], 0, -1).reshape(len(states), -1)
 
 
-def indices(name: str, map_text: str) -> Tables:
-    """Return the indices of all states into the value tables; ValueError if the map is malformed."""
-    k, v = SHAPES[name]
+def indices(name: str) -> Tables:
+    """Return the indices of all states into the value tables."""
+    k = SHAPES[name][0]
     c = [np.arange(STATES) >> k * i & (1 << k) - 1 for i in range(12 // k)]
     if k == 4:
         fields = {f"c{i}": symbols for i, symbols in enumerate(c)}
@@ -181,10 +136,7 @@ def indices(name: str, map_text: str) -> Tables:
         fields = {f"p{i}": (c[i] & 3) << 2 | c[i + 1] & 3 for i in range(len(c) - 1)}
     if k == 3:
         fields["e"] = sum((c[i] >> 2) << 3 - i for i in range(4))
-    sides = [side.strip().split("^") for side in map_text.split("|")]
-    if len(sides) != 2 * v or not fields.keys() >= {field for side in sides for field in side}:
-        raise ValueError(f"{map_text!r} is not a map of {name}; needed {2 * v} sides separated by |, each of {', '.join(fields)} separated by ^")
-    return [functools.reduce(np.bitwise_xor, (fields[field] for field in side)) for side in sides]
+    return [functools.reduce(np.bitwise_xor, (fields[field] for field in side.split("^"))) for side in MAPS[name].split("|")]
 
 
 def make_code(index: Tables, values: Tables) -> np.ndarray:
@@ -219,10 +171,10 @@ class Code:
 
 
 class Search:
-    """Simulated annealing of the values of one map."""
+    """Simulated annealing of the values of a type."""
 
-    def __init__(self, name: str, map_text: str, seed: int, n_blocks: tuple[int, int]):
-        self.name, self.encoder, self.index, self.rng = name, Encoder(name), indices(name, map_text), np.random.default_rng(seed)
+    def __init__(self, name: str, seed: int, n_blocks: tuple[int, int]):
+        self.name, self.encoder, self.index, self.rng = name, Encoder(name), indices(name), np.random.default_rng(seed)
         self.samples = [sample(300 + seed + 1000 * i, n) for i, n in enumerate(n_blocks)]
         x = self.samples[0]
         self.best = self.current = min((self._random_code(x) for _ in range(FIRST_TABLES)), key=lambda code: code.error)
@@ -230,7 +182,7 @@ class Search:
 
     def _measure(self, x: np.ndarray, values: Tables) -> Code:
         code = make_code(self.index, values)
-        states = self.encoder.paths(x, code, STATES)
+        states = self.encoder.paths(x, code)
         return Code(values, float(((x - decode(code, states)) ** 2).mean(dtype=np.float64) / (x.astype(np.float64) ** 2).mean()), states)
 
     def _random_code(self, x: np.ndarray) -> Code:
@@ -298,12 +250,12 @@ def toml(values: Tables, offset: float) -> str:
     return f"trellis_values = [{tables}]\ntrellis_offset = {offset}"
 
 
-def search_code(name: str, map_text: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+def search_code(name: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
     """Search with several seeds and print the best code."""
     best, judge = None, sample(302, JUDGE_BLOCKS)
-    print(f"{name}, {map_text}: NMSE of {blocks[0]} blocks before annealing, of {blocks[1]} after it, of {JUDGE_BLOCKS} others")
+    print(f"{name}: NMSE of {blocks[0]} blocks before annealing, of {blocks[1]} after it, of {JUDGE_BLOCKS} others")
     for seed in range(1, n_seeds + 1):
-        search = Search(name, map_text, seed, blocks)
+        search = Search(name, seed, blocks)
         search.run(n_steps)
         error = search.error(judge)
         print(f"  seed {seed:2}   {search.first_error:.5f} -> {search.best.error:.5f}   {error:.5f}", flush=True)
@@ -312,39 +264,10 @@ def search_code(name: str, map_text: str, n_seeds: int, n_steps: tuple[int, int]
     _, seed, search = best
     values, offset = round_values(search, judge)
     test = sample(401, TEST_BLOCKS, scaled=True)
-    errors = search.encoder.errors(test, make_code(search.index, values) - offset)
-    unrounded = search.encoder.error(test, make_code(search.index, search.best.values), *COLUMNS[FORMAT])
-    print(f"\n# seed {seed}; NMSE of {TEST_BLOCKS} other blocks: format {errors[FORMAT]:.5f}, before rounding {unrounded:.5f}")
-    print("# " + ", ".join(f"{name} {error:.5f}" for name, error in errors.items()))
+    rounded, unrounded = (search.encoder.error(test, code) for code in (make_code(search.index, values) - offset,
+                                                                       make_code(search.index, search.best.values)))
+    print(f"\n# seed {seed}; NMSE of {TEST_BLOCKS} other blocks: {rounded:.5f}, before rounding {unrounded:.5f}")
     print(toml(values, offset))
-
-
-def compare_maps(name: str, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
-    """Search with each map of MAPS and print the NMSE."""
-    test = sample(501, JUDGE_BLOCKS)
-    print(f"| {name} | NMSE of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
-    for map_text in MAPS[name]:
-        search = Search(name, map_text, 1, blocks)
-        search.run(n_steps)
-        print(f"| {map_text.replace('|', ', ')} | {search.error(test):.5f} |", flush=True)
-
-
-def shipped(name: str) -> np.ndarray:
-    """Return the values of the states in types.toml, with the offset subtracted."""
-    rows = tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["type"]
-    row = next(r for r in rows if r["name"] == name)
-    return make_code(indices(name, MAPS[name][0]), [np.array(t) for t in row["trellis_values"]]) - row["trellis_offset"]
-
-
-def compare_options() -> None:
-    """Print the NMSE of the codes of types.toml with each of COLUMNS."""
-    test = sample(501, TEST_BLOCKS, scaled=True)
-    print(f"NMSE of {TEST_BLOCKS} Gaussian blocks. The first four columns have exact scales with two candidates, the others E5M3\n"
-          f"scales with a start byte; {FORMAT} are the format.\n")
-    print(f"| code | {' | '.join(COLUMNS)} |\n|" + " --- |" * (1 + len(COLUMNS)))
-    for name in SHAPES:
-        cells = [f"{error:.5f}" for error in Encoder(name).errors(test, shipped(name)).values()]
-        print(f"| {name.upper()} | {' | '.join(cells)} |", flush=True)
 
 
 def parse_counts(text: str) -> tuple[int, int]:
@@ -360,29 +283,16 @@ def parse_counts(text: str) -> tuple[int, int]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--type", choices=SHAPES, default="itq3_t", help="(default: itq3_t)")
-    parser.add_argument("--map", help="indices to search with (default: those of the type)")
     parser.add_argument("--seeds", type=int, default=4, help="number of searches; the best is printed (default: 4)")
     parser.add_argument("--steps", type=parse_counts, default=(8000, 4000), metavar="SMALL,LARGE",
                         help="annealing steps on the two samples (default: 8000,4000)")
     parser.add_argument("--blocks", type=parse_counts, default=(64, 320), metavar="SMALL,LARGE",
                         help="blocks of the two samples (default: 64,320)")
-    parser.add_argument("--maps", action="store_true", help="search with each map instead and compare their NMSE")
-    parser.add_argument("--compare", action="store_true", help="print the NMSE of the codes of types.toml instead")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: needed at least 1")
     try:
-        map_text = args.map or MAPS[args.type][0]
-        indices(args.type, map_text)
-    except ValueError as e:
-        parser.error(f"--map: {e}")
-    try:
-        if args.compare:
-            compare_options()
-        elif args.maps:
-            compare_maps(args.type, args.steps, args.blocks)
-        else:
-            search_code(args.type, map_text, args.seeds, args.steps, args.blocks)
+        search_code(args.type, args.seeds, args.steps, args.blocks)
     except CompilerError as e:
         print(f"trellis_search.py: {e}", file=sys.stderr)
         return 1

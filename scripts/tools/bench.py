@@ -2,7 +2,6 @@
 """Compare decode and prefill speed of ggml-ext and upstream types on a synthetic model with Llama-3.2-1B's block shape.
 
     bench.py [--types itq3_s,q3_k,...] [--baseline q3_k] [--rounds 5] [--threads 2] [--json FILE]
-    bench.py --gemv ...     time single products against unpack plus OpenBLAS: see gemv.py
 
 llama-bench runs once per type and round. Types alternate, so that drift of the machine's speed affects all of them. Print the median tokens/s
 over the rounds and the median of the ratios to each baseline in the same round. Ratios hold on other machines, tokens/s do not. A type takes
@@ -17,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gemv
 from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
 from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
@@ -38,8 +36,6 @@ def print_table(rows: list[dict], baselines: list[str], n_prompt: int) -> None:
 
 
 def main() -> None:
-    if "--gemv" in sys.argv:
-        return gemv.main([a for a in sys.argv[1:] if a != "--gemv"])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=DEFAULT_TYPES, help=f"default: {DEFAULT_TYPES}")
     parser.add_argument("--baseline", default="q3_k,iq3_s,q2_k,iq2_xxs",

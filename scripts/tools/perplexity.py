@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
 """Measure perplexity, KL divergence and top-1 agreement of weight types against the original model.
 
-    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,itq3_t+block,q3_k+imatrix,q3_k+full,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
-                  [--imatrix FILE | --calibration TEXT] [--calibration-chunks 100]
-                  [--logits-dir DIR] [--out DIR] [--baseline FILE] [--update-baseline]
+    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,itq3_t+block,q3_k+imatrix,q3_k+full,...] [-c 256] [--chunks 600] [-t N]
+                  [--calibration TEXT] [--calibration-chunks 100] [--out DIR] [--baseline FILE] [--update-baseline]
 
 Quantize the model to each type (block weights in the type, embeddings and output matrix Q8_0), score it with llama-perplexity
 --kl-divergence and remove it. TYPE+imatrix, TYPE+block and TYPE+full calibrate with a diagonal, block-diagonal or full Hessian of the end of
-the text, which is not scored. With --imatrix, or another text for it (--calibration, "built-in" for the package's own), the full text is
-scored. Print a table and write perplexity.json to --out. `ggml-ext evaluate` compares finished files and draws a picture.
+the text, which is not scored. With another text for that (--calibration, "built-in" for the package's own), the full text is scored. Print a table and write perplexity.json to --out. `ggml-ext evaluate` measures files.
 
 If the baseline has a run of the same model, text, context, chunks and imatrix, every recorded figure must be met within its standard error
 (see compare()), else the exit code is 1. A --baseline that lacks the run or a type is an error too.
@@ -28,25 +26,25 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 
 from ggml_ext import WEIGHT_TYPES, __version__
+from ggml_ext._base.console import Console
 from ggml_ext._base.errors import UserError
 from ggml_ext._base.threads import usable_cores
 from ggml_ext._calibration import calibration
 from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
+from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._evaluation.perplexity import PerplexityRunner
 from ggml_ext._formats.tensor_types import uses_metric
-from ggml_ext._native.programs import native_dir
+from ggml_ext._native.programs import require_tool
 from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
     EXT_TYPES,
     IMPORTANCE,
     NEEDS_IMATRIX,
     UPSTREAM_TYPES,
-    BaseLogits,
     block_types,
     imatrix,
-    kl_divergence,
     quantize_uniform,
-    save_base_logits,
     split_text,
 )
 
@@ -55,6 +53,7 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
 DEFAULT_TYPES = ",".join(["iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "q4_k", *WEIGHT_TYPES])
 END_OF_TEXT = "from the end of the text"
+BATCH = 2048  # tokens, as llama-perplexity by default
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
@@ -68,47 +67,41 @@ def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def digest(*paths: Path) -> str:
-    """Return the SHA-256 of the contents of files, in order."""
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     total = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                total.update(piece)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            total.update(piece)
     return total.hexdigest()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of --types: a type to quantize to, or a quantized file."""
+    """An entry of --types: a type to quantize to."""
 
     label: str
-    type_name: str | None  # None for a file
-    path: Path | None = None
-    importance: str | None = None  # key of IMPORTANCE
+    type_name: str
+    importance: str | None  # key of IMPORTANCE
 
     @property
     def title(self) -> str:
         """The name in the table."""
-        return (self.type_name.upper() if self.type_name else self.label) + IMPORTANCE_TITLES[self.importance]
+        return self.type_name.upper() + IMPORTANCE_TITLES[self.importance]
 
 
 def parse_types(text: str) -> list[Entry]:
     entries = []
     for word in text.split(","):
         name, plus, suffix = word.lower().partition("+")
-        if word.endswith(".gguf"):
-            path = Path(word)
-            require_file("--types", path)
-            entries.append(Entry(path.stem, None, path))
-        elif name not in (*EXT_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
+        if name not in (*EXT_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
             known = ", ".join([*EXT_TYPES, *sorted(UPSTREAM_TYPES)])
             kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
-            raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
+            raise UserError(f"--types: unknown type '{word}'; needed TYPE or {kinds}, with TYPE one of {known}")
         elif plus and suffix != "imatrix" and name not in EXT_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
             raise UserError(f"--types: {word}: {name} cannot use a Hessian; needed {name}+imatrix")
         else:
-            entries.append(Entry(word.lower(), name, importance=suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))
+            entries.append(Entry(word.lower(), name, suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))
     labels = [e.label for e in entries]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise UserError(f"--types names {twice[0]} more than once; leave one")
@@ -132,23 +125,8 @@ def base_type(model: Path) -> str:
         raise UserError(f"--model {model}: has no block weights (blk.*); needed a language model in F16, BF16 or F32")
     if quantized := sorted(weights.keys() - {"f16", "bf16", "f32"}):
         raise UserError(f"--model {model}: has block weights in {', '.join(quantized)}; needed F16, BF16 or F32: name its "
-                        "source, and this file in --types")
+                        "source, and measure this file with ggml-ext evaluate")
     return weights.most_common(1)[0][0]
-
-
-def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, directory: Path) -> BaseLogits:
-    """Return the logits of the model, reused from an earlier run with the same programs, model, text and chunks."""
-    programs = digest(*sorted(p for p in native_dir().iterdir() if p.is_file()))
-    key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
-    path = directory / f"logits-{key.hexdigest()[:16]}.bin"
-    if path.exists():
-        base = BaseLogits.read(path)
-        log(f"base: reusing the logits in {path} ({path.stat().st_size / 1e6:.0f} MB)")
-    else:
-        log(f"base: scoring {args.model}")
-        base = save_base_logits(args.model, scored, path, args.ctx_size, args.chunks, args.threads)
-        log(f"base: {base.n_chunks} chunks of {base.n_ctx} tokens, logits take {path.stat().st_size / 1e6:.0f} MB in {directory}")
-    return base
 
 
 def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
@@ -162,23 +140,27 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
     types: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(dir=args.out) as tmp:
         directory = Path(tmp)
-        scored, text = (args.file, args.calibration) if args.imatrix or args.calibration else split_text(args.file, directory)
-        base = base_logits(args, scored, model_sha256, args.logits_dir or directory)
-        importance, kinds = args.imatrix, {e.importance for e in entries}
-        if importance is None and kinds != {None}:
+        scored, text = (args.file, args.calibration) if args.calibration else split_text(args.file, directory)
+        log(f"base: scoring {args.model}")
+        runner = PerplexityRunner(program=require_tool("llama-perplexity"), n_ctx=args.ctx_size, n_batch=BATCH, n_threads=args.threads, options=(),
+                                  console=Console(), on_estimate=lambda _: None)
+        logits = directory / "logits.bin"
+        runner.save_logits(args.model, scored, args.chunks, logits)
+        base = BaseLogits.read(logits)
+        importance, kinds = None, {e.importance for e in entries}
+        if kinds != {None}:
             log(f"imatrix {f'from {text}' if args.calibration else END_OF_TEXT}")
             importance = imatrix(args.model, text, directory / "imatrix.gguf", args.ctx_size, args.calibration_chunks, args.threads, kinds)
         for i, entry in enumerate(entries):
             progress = f"[{i + 1}/{len(entries)}] {entry.label}"
-            path = entry.path or directory / "quantized.gguf"
-            if entry.type_name:
-                log(f"{progress}: quantizing")
-                quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.importance else None,
-                                 kind=entry.importance or "imatrix")
+            path = directory / "quantized.gguf"
+            log(f"{progress}: quantizing")
+            quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.importance else None,
+                             kind=entry.importance or "imatrix")
             weights, bpw = block_types(path)
-            if entry.type_name not in (None, *RECIPES) and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
+            if entry.type_name not in RECIPES and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
                 log(f"warning: {entry.label}: some block weights are in {', '.join(others)}")
-            statistics = kl_divergence(path, base, args.threads)
+            statistics, _ = runner.compare(path, base)
             types[entry.label] = {
                 "title": entry.title, "bpw": bpw, "file_bytes": path.stat().st_size,
                 "weights": dict(weights), **{figure: statistics[name] for figure, name in FIGURES.items()}, "statistics": statistics,
@@ -196,8 +178,6 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
 
 def identify_imatrix(args: argparse.Namespace) -> str:
     """Identify the imatrix among those of the same model."""
-    if args.imatrix:
-        return digest(args.imatrix)
     return f"{args.calibration_chunks} chunks of {digest(args.calibration)}" if args.calibration else END_OF_TEXT
 
 
@@ -215,15 +195,6 @@ def read_baseline(path: Path) -> list[dict]:
 def find_run(runs: list[dict], run: dict) -> dict | None:
     """Return the recorded run with the same inputs; None if there is none."""
     return next((r for r in runs if r["run"] == run), None)
-
-
-def difference(runs: list[dict], run: dict) -> str:
-    """Name the differences to the nearest recorded run."""
-    def keys(recorded: dict) -> list[str]:
-        return [k for k in run if recorded["run"].get(k) != run[k]]
-
-    nearest = min(runs, key=lambda r: len(keys(r)), default={"run": {}})
-    return "; ".join(f"{k} is {run[k]}, recorded {nearest['run'].get(k)}" for k in keys(nearest))
 
 
 def compare(results: dict, recorded: dict) -> list[str]:
@@ -288,15 +259,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("-m", "--model", type=Path, default=MODEL, help="GGUF file in F16, BF16 or F32 (default: the reference model)")
     add("-f", "--file", type=Path, default=TEXT, help="text to score (default: data/heldout.txt)")
     add("--types", default=DEFAULT_TYPES,
-        help=f"comma-separated TYPE, TYPE+imatrix, TYPE+block, TYPE+full or GGUF files that were quantized from the model (default: {DEFAULT_TYPES})")
+        help=f"comma-separated TYPE, TYPE+imatrix, TYPE+block or TYPE+full (default: {DEFAULT_TYPES})")
     add("-c", "--ctx-size", type=int, default=256, help="tokens per chunk, of which the second half is scored (default: 256)")
     add("--chunks", type=int, default=600, help="maximum number of chunks to score, -1 for all (default: 600)")
     add("-t", "--threads", type=int, default=usable_cores(), help="default: all usable cores")
-    add("--imatrix", type=Path, help="imatrix file (default: computed from the end of the text, which is then not scored)")
     add("--calibration", type=calibration_text, metavar="TEXT", help='text to compute the imatrix from; "built-in": the text in the package')
     add("--calibration-chunks", type=int, default=100, metavar="N", help="maximum number of chunks for the imatrix (default: 100)")
-    add("--logits-dir", type=Path, help="directory to keep the base's logits in for later runs (default: a temporary one); they take "
-        "chunks x ctx-size x vocabulary size bytes")
     add("--out", type=Path, default=ROOT / "build" / "perplexity", help="directory for the results (default: build/perplexity)")
     add("--baseline", type=Path, help="file of recorded runs, which must have this run and all its types (default: "
         "tests/data/perplexity_baseline.json, where both may be missing)")
@@ -306,9 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> list[Entry]:
     """Return the entries to measure; UserError for everything that would fail only after hours."""
-    if args.imatrix and args.calibration:
-        raise UserError(f"--imatrix {args.imatrix} and --calibration {args.calibration}: needed one of them")
-    for flag, path in (("--model", args.model), ("--file", args.file), ("--imatrix", args.imatrix), ("--calibration", args.calibration)):
+    for flag, path in (("--model", args.model), ("--file", args.file), ("--calibration", args.calibration)):
         if path is not None:
             require_file(flag, path)
     if args.baseline and not args.update_baseline:
@@ -325,8 +291,7 @@ def check(args: argparse.Namespace) -> list[Entry]:
                         f"llama-perplexity gives no statistics on fewer than {MIN_TOKENS} scored tokens")
     if args.threads < 1:
         raise UserError(f"--threads {args.threads}: needed at least 1")
-    for directory in filter(None, (args.out, args.logits_dir)):
-        directory.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     return parse_types(args.types)
 
 
@@ -345,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
         log(f"recorded in {baseline}")
         return
     if recorded is None:
-        finding = f"--baseline {baseline}: has no such run: {difference(runs, results['run'])}"
+        finding = f"--baseline {baseline}: has no run of {results['run']}"
     else:
         if lines := compare(results, recorded):
             raise UserError("\nerror: ".join(lines))

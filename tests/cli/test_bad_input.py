@@ -3,10 +3,8 @@
 import errno
 import os
 import resource
-import signal
 import struct
 import subprocess
-import time
 
 import gguf
 import numpy as np
@@ -398,40 +396,6 @@ def test_tensors_of_activation_types_are_copied(tmp_path, qtype):
 def test_split_count_of_another_type_is_refused(tmp_path, payload):
     path = raw_gguf(tmp_path / "in.gguf", key(b"split.count", *payload), 1, tensors=[(b"a.weight", (256, 2), 1, 0)])
     quantize(path, tmp_path / "out.gguf", "--type", "itq3_s")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
-def test_interrupt_leaves_a_resumable_file(tmp_path, number, code, existing):
-    source = big_source(tmp_path, 16384)  # 16 M weights: seconds with the numpy encoder
-    output = tmp_path / "out.gguf"
-    flags = []
-    if existing:
-        output.write_text("precious")
-        flags = ["--force"]
-    before = files(tmp_path)
-    process = subprocess.Popen(
-        quantize_command(source, output, "--type", "itq3_s", "--encoder", "numpy", *flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # shells start background jobs with SIGINT ignored
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / ".out.gguf.partial").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    assert process.poll() is None  # still running
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
-    check_error(
-        subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr),
-        "interrupted",
-        "out.gguf",
-        code=code,
-    )
-    assert files(tmp_path) == before
 
 
 def test_closed_standard_output_is_ignored(tmp_path, source):

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -22,6 +23,7 @@ from ggml_ext._console.arguments import from_namespace
 from ggml_ext._native import library
 from ggml_ext._output.output import Output
 from ggml_ext._plan.file_types import uniform_file_type
+from helpers import writing
 from helpers.commands import quantize as write_quantized
 from helpers.importances import write_imatrix
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
@@ -59,23 +61,7 @@ def quantized(lib, tmp_path_factory) -> Path:
     return folder / "ours.gguf"
 
 
-def run(capsys, *args) -> tuple[int, str, str]:
-    code = export.main([str(a) for a in args])
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return code, out, err
-
-
-def run_successfully(capsys, *args) -> tuple[str, str]:
-    code, out, err = run(capsys, *args)
-    assert code == 0, err
-    return out, err
-
-
-def run_failing(capsys, *args) -> str:
-    code, out, err = run(capsys, *args)
-    assert code == 1 and err.count("\n") == 1 and err.startswith("error: "), err
-    return err
+run, run_successfully, run_failing = (partial(f, main=export.main) for f in (writing.run, writing.run_successfully, writing.run_failing))
 
 
 @pytest.mark.parametrize("name", PLAIN)

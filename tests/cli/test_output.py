@@ -92,9 +92,13 @@ def test_resumed_run_writes_the_same_bytes(lib, source, tmp_path, capsys, monkey
     assert len(files(out.parent)) == (3 if is_split else 1)
 
 
-def test_interrupt_in_the_first_tensor_leaves_nothing(lib, source, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("flags", [(), ("--force",)], ids=["new", "replacing"])
+def test_interrupt_in_the_first_tensor_leaves_nothing(lib, source, tmp_path, number, code, flags):
+    if flags:
+        (tmp_path / "out.gguf").write_text("precious")
     before = files(tmp_path)
-    check_error(run_and_stop(0, signal.SIGTERM, source, tmp_path / "out.gguf", *FLAGS), "out.gguf was not written", code=143)
+    check_error(run_and_stop(0, number, source, tmp_path / "out.gguf", *FLAGS, *flags), "interrupted", "out.gguf was not written", code=code)
     assert files(tmp_path) == before
 
 
@@ -272,12 +276,16 @@ def test_lock_is_taken_on_the_current_journal(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
-def test_file_that_appears_during_the_run_is_kept(lib, source, tmp_path, capsys, monkeypatch, links):
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_file_that_appears_during_the_run_is_kept(lib, source, tmp_path, capsys, monkeypatch, small_parts, is_split, links):
+    """Also if it is the second part; then the other parts are not written either."""
     out, complete = tmp_path / "out.gguf", Output.complete
+    flags, outputs = (small_parts, part_files(tmp_path)) if is_split else (FLAGS, [out])
+    taken = outputs[is_split]
 
     def appear(self, headers):
         complete(self, headers)
-        out.write_text("precious")
+        taken.write_text("precious")
 
     def no_links(*args):
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -286,38 +294,13 @@ def test_file_that_appears_during_the_run_is_kept(lib, source, tmp_path, capsys,
         monkeypatch.setattr(os, "link", no_links)
     with monkeypatch.context() as patch:
         patch.setattr(Output, "complete", appear)
-        run_failing(capsys, source, out, *FLAGS, parts=("out.gguf appeared", "--force", "resume after 9 of 9 tensors"))
-    assert out.read_text() == "precious"
-    run_failing(capsys, source, out, *FLAGS, parts=("exists",))
-    assert out.read_text() == "precious" and partial_path(out).exists()  # the finished tensors are kept too
+        run_failing(capsys, source, out, *flags, parts=(f"{taken.name} appeared", "--force", "resume after 9 of 9 tensors"))
+    run_failing(capsys, source, out, *flags, parts=("exists",))
+    assert taken.read_text() == "precious" and not any(path.exists() for path in outputs if path != taken)
     with record_encoded(monkeypatch) as names:
-        run_successfully(capsys, source, out, *FLAGS, "--force")
-    assert not names and list(read_tensors(out)) == NAMES and is_only_output(out)
-
-
-@pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
-def test_part_that_appears_during_the_run_keeps_the_others(lib, source, tmp_path, capsys, monkeypatch, small_parts, links):
-    parts, complete = part_files(tmp_path), Output.complete
-
-    def appear(self, headers):
-        complete(self, headers)
-        parts[1].write_text("precious")
-
-    def no_links(*args):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    if not links:
-        monkeypatch.setattr(os, "link", no_links)
-    out = tmp_path / "out.gguf"
-    with monkeypatch.context() as patch:
-        patch.setattr(Output, "complete", appear)
-        run_failing(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "resume after 9 of 9 tensors"))
-    assert parts[1].read_text() == "precious" and not parts[0].exists() and not parts[2].exists()
-    parts[1].unlink()
-    with record_encoded(monkeypatch) as names:
-        run_successfully(capsys, source, out, *small_parts)
-    assert not names and [n for p in parts for n in read_tensors(p)] == NAMES
-    assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in parts)}
+        run_successfully(capsys, source, out, *flags, "--force")
+    assert not names and [n for path in outputs for n in read_tensors(path)] == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in outputs)}
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])

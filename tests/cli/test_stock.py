@@ -104,7 +104,16 @@ def compare_plans(source, name, imatrix, flags=(), **options):
     assert name not in NEED_IMATRIX or options
 
 
-QUICK_NAMES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_s", "iq2_m", "iq3_m", "iq4_xs", "q8_0")  # one of each kind of mix
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UPSTREAM_FILES)
+def test_pure_type_matches_llama_quantize(models, name):
+    """tests/unit/test_rules.py compares the mixes. The type is the mix's base type. Embeddings and output matrix have no importances, which some types need."""
+    compare_plans(models["small"][0], name, models["small"][1], ["--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"],
+                  pure=True, token_embedding_type="q8_0", output_tensor_type="q6_k")
+
+
+QUICKLY_MADE = ("q4_0", "q3_k_l", "q4_k_m", "iq4_nl")
+MADE = (*QUICKLY_MADE, "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "q2_0", "iq1_m", "iq2_m", "iq3_xxs")
 
 
 def kinds_and_names(names, quick):
@@ -112,29 +121,6 @@ def kinds_and_names(names, quick):
     of_small = [("small", n) if n in quick else pytest.param("small", n, marks=pytest.mark.slow) for n in names]
     tier = {n: pytest.mark.slow if n in quick else pytest.mark.nightly for n in names}
     return [*of_small, *(pytest.param(kind, n, marks=tier[n]) for kind in MODELS if kind != "small" for n in names)]
-
-
-@pytest.mark.parametrize(("kind", "name"), kinds_and_names(UPSTREAM_FILES, QUICK_NAMES))
-def test_types_match_llama_quantize(models, kind, name):
-    compare_plans(models[kind][0], name, models[kind][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UPSTREAM_FILES)
-def test_pure_type_matches_llama_quantize(models, name):
-    """The type is the mix's base type. Embeddings and output matrix have no importances, which some types need."""
-    compare_plans(models["small"][0], name, models["small"][1], ["--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"],
-                  pure=True, token_embedding_type="q8_0", output_tensor_type="q6_k")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UPSTREAM_FILES)
-def test_types_of_the_reference_model_match(model, lib, tmp_path, name):
-    compare_plans(model, name, write_importances(tmp_path / "imatrix.gguf", model))
-
-
-QUICKLY_MADE = ("q4_0", "q3_k_l", "q4_k_m", "iq4_nl")
-MADE = (*QUICKLY_MADE, "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "q2_0", "iq1_m", "iq2_m", "iq3_xxs")
 
 
 @pytest.mark.parametrize(("kind", "name"), kinds_and_names(MADE, QUICKLY_MADE))

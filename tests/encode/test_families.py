@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_ext import TYPES, WEIGHT_TYPES
+from helpers.blocks import nightly_except
+from helpers.type_kinds import TYPE_KINDS
 
-ROTATED = [name for name, info in WEIGHT_TYPES.items() if info.rotated]
+ROTATED = nightly_except([name for name, info in WEIGHT_TYPES.items() if info.rotated], TYPE_KINDS)
 FACTOR = 1.3
 N_BLOCKS = 16
 

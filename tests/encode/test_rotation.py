@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
-import rotation_signs
-from ggml_ext._base.types import ROTATION_SIGNS
 from ggml_ext.quants import _blocks as quants
 from helpers import native
 from helpers.corpora import rotation
@@ -121,24 +117,3 @@ def test_q8_kr_of_short_blocks_is_accurate(lib, block):
     assert (np.abs(codes * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
     np.testing.assert_array_equal(q["sum"], q["qs"].sum((-3, -1)))
     assert not q["qs"][:, 1, :, 192 // block :].any()
-
-
-@SIZES
-def test_signs_keep_smooth_rows_below_the_worst_gaussian(n):
-    """For the uniform quantizer of scripts/studies/rotation_signs.py; without signs these families reach 0.84."""
-    signs = quants.SIGNS[:n]
-    gaussian = np.random.default_rng(6).standard_normal((8192, n)).astype(np.float32)
-    gaussian *= np.sqrt(n) / np.linalg.norm(gaussian, axis=1, keepdims=True)
-    limit = rotation_signs.errors(gaussian).max()
-    for name, blocks in rotation_signs.families(n, 128, seed=2).items():
-        largest = rotation_signs.errors((blocks * signs) @ rotation_signs.hadamard(n)).max()
-        assert largest <= limit, f"{name}: {largest:.4f}, of Gaussian blocks {limit:.4f}"
-
-
-def test_sign_search_beats_random_patterns(capsys):
-    """One second of search beats its random patterns and prints the table's notation."""
-    signs = rotation_signs.search(1.0, seed=3)
-    match = re.search(r"random patterns: ([\d.]+) to", capsys.readouterr().out)
-    assert set(np.unique(signs)) == {-1, 1} and signs.shape == (256,) and match
-    np.testing.assert_array_equal(rotation_signs.from_hex(rotation_signs.to_hex(signs)), signs)
-    np.testing.assert_array_equal(rotation_signs.from_hex(ROTATION_SIGNS.hex()), quants.SIGNS)

@@ -16,6 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from ggml_ext._base.types import WEIGHT_TYPES
 from ggml_ext.quants import reference
 
 EACH = pytest.mark.parametrize("name", trellis_search.SHAPES)
@@ -43,66 +44,35 @@ def test_search_improves_and_prints_toml(monkeypatch, capsys, name):
     assert type(printed["trellis_offset"]) is float and printed["trellis_offset"] % 1 == 0
 
 
-@needs_compiler
-def test_maps_prints_a_row_per_map(monkeypatch, capsys):
-    monkeypatch.setattr(trellis_search, "JUDGE_BLOCKS", 8)
-    assert trellis_search.main(["--maps", "--type", "itq4_t", "--steps", "5,2", "--blocks", "4,4"]) == 0
-    rows = re.findall(r"^\| (c.*?) \| (0\.\d+) \|$", capsys.readouterr().out, re.M)
-    assert [row[0] for row in rows] == [m.replace("|", ", ") for m in trellis_search.MAPS["itq4_t"]]
-
-
 @EACH
-def test_every_map_uses_all_bits(name):
+def test_map_uses_all_bits(name):
     """The two indices of each weight together take all 256 values, and every bit of the state changes an index."""
-    for map_text in trellis_search.MAPS[name]:
-        index = trellis_search.indices(name, map_text)
-        for i0, i1 in zip(index[::2], index[1::2], strict=True):
-            assert len(set(zip(i0.tolist(), i1.tolist(), strict=True))) == 256
-        assert all(any((i != i[np.arange(4096) ^ 1 << bit]).any() for i in index) for bit in range(12))
-
-
-@pytest.mark.parametrize("argument", ["p0", "p0|p9", "p0^|p1", "c0|c1", "p0|p1|p2|e"])
-def test_invalid_maps_are_refused(capsys, argument):
-    with pytest.raises(SystemExit):
-        trellis_search.main(["--type", "itq3_t", "--map", argument])
-    assert f"--map: {argument!r} is not a map of itq3_t; needed 2 sides" in capsys.readouterr().err
+    index = trellis_search.indices(name)
+    for i0, i1 in zip(index[::2], index[1::2], strict=True):
+        assert len(set(zip(i0.tolist(), i1.tolist(), strict=True))) == 256
+    assert all(any((i != i[np.arange(4096) ^ 1 << bit]).any() for i in index) for bit in range(12))
 
 
 @EACH
 def test_code_equals_the_types(name):
     """The study's code equals the one that the types use."""
-    np.testing.assert_array_equal(trellis_search.shipped(name), reference(name).values)
+    info = WEIGHT_TYPES[name]
+    code = trellis_search.make_code(trellis_search.indices(name), [np.array(t) for t in info.trellis_values]) - info.trellis_offset
+    np.testing.assert_array_equal(code, reference(name).values)
 
 
 @needs_compiler
 @EACH
-def test_errors_are_ordered_as_expected(name):
-    encoder, x, code = trellis_search.Encoder(name), trellis_search.sample(501, 64, scaled=True), trellis_search.shipped(name)
-    k = encoder.k
-    errors = encoder.errors(x, code)
-    assert errors["free start"] <= errors["start byte"] < errors["zero start"]
-    assert errors[trellis_search.FORMAT] <= errors["2 tries"] <= errors["E5M3, 1 try"]
-    assert k == 4 or errors[trellis_search.FORMAT] < errors["circle"]  # for K = 4 a byte holds every start
-    assert errors[trellis_search.FORMAT] < LIMITS[name] * 1.03
-    # neighbours on a path share all bits but K; in a circle so do the last and first state
-    states = encoder.paths(x, code * 0.05, trellis_search.STATES).astype(int)
-    np.testing.assert_array_equal(states[:, 1:] >> k, states[:, :-1] & (4096 >> k) - 1)
-    states = encoder.encode(x, code, "circle")[1].astype(int)
-    np.testing.assert_array_equal(states >> k, np.roll(states, 1, 1) & (4096 >> k) - 1)
-
-
-@needs_compiler
-def test_compare_prints_the_expected_errors(monkeypatch, capsys):
-    monkeypatch.setattr(trellis_search, "TEST_BLOCKS", 8)
-    assert trellis_search.main(["--compare"]) == 0
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [len(row) for row in rows] == [1 + len(trellis_search.COLUMNS)] * (2 + len(LIMITS))
-    assert [row[0].strip() for row in rows[2:]] == [name.upper() for name in LIMITS]
-    assert all(0.5 * limit < float(cell) < 1.5 * limit for row, limit in zip(rows[2:], LIMITS.values(), strict=True) for cell in row[1:])
+def test_error_is_that_of_the_format(name):
+    encoder, x, code = trellis_search.Encoder(name), trellis_search.sample(501, 64, scaled=True), reference(name).values
+    assert encoder.error(x, code) < LIMITS[name] * 1.03
+    # neighbours on a path share all bits but K
+    states = encoder.paths(x, code * 0.05).astype(int)
+    np.testing.assert_array_equal(states[:, 1:] >> encoder.k, states[:, :-1] & (4096 >> encoder.k) - 1)
 
 
 def test_missing_compiler_is_reported(tmp_path):
-    result = subprocess.run([sys.executable, str(ROOT / "scripts" / "studies" / "trellis_search.py"), "--compare"], capture_output=True,
+    result = subprocess.run([sys.executable, str(ROOT / "scripts" / "studies" / "trellis_search.py")], capture_output=True,
                             text=True, env={"PATH": str(tmp_path)})
     assert result.returncode == 1
     assert result.stderr.startswith("trellis_search.py: cannot run the C compiler")

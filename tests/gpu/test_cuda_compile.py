@@ -1,4 +1,4 @@
-"""nvcc compiles every CUDA source that a patch touches, with tensor cores and without.
+"""nvcc compiles every CUDA source that a patch touches; sources with tensor core code also without tensor cores.
 
 nvcc 13 has no architecture without tensor cores. "dp4a" is sm_75 with a copy of the sources that does not define upstream's tensor core
 macros, which is what older architectures compile.
@@ -19,8 +19,9 @@ from helpers.native import BUILD, ROOT
 
 ARCHITECTURES = {"sm_90": "sm_90", "dp4a": "sm_75"}
 CUDA = "ggml/src/ggml-cuda"
-# of the sources that differ only in the type, these compile in make check, the others in make nightly; tests/ptx covers ours for sm_90
-QUICK_SOURCES = ("mmq-instance-q8_0", "mmq-itq3_s", "mmq-itq3_t")
+# Sources of types for make test, without tensor cores: tests/ptx compiles ours for sm_90. The others, and sm_90, are for make nightly.
+QUICK_TYPES = ("mmq-instance-q8_0", "mmq-itq3_s", "mmq-itq3_t")
+QUICK_MMVQ = {"ccq2": True, "itq3_t64": True, "q4_k": False}  # types whose kernels make test compiles, which take most of the time; True: ours
 TENSOR_CORES = re.compile(r"^#\s*define (?:VOLTA|TURING|AMPERE|BLACKWELL)_MMA_AVAILABLE$", re.M)
 
 
@@ -33,9 +34,20 @@ def touched_sources() -> list[str]:
     return sorted(name for name in changed if name.endswith(".cu")) + instances + sorted(map(str, [*(ROOT / "cuda").rglob("*.cu"), ROOT / "tests/gpu/kernels.cu"]))
 
 
-def source_params(sources: list[str]) -> list:
-    nightly_sources = {source for source in sources if Path(source).stem.startswith("mmq-") and Path(source).stem not in QUICK_SOURCES}
-    return [pytest.param(source, id=Path(source).stem, marks=pytest.mark.nightly if source in nightly_sources else ()) for source in sources]
+def has_tensor_cores(source: str) -> bool:
+    """Return whether a source has code for tensor cores; quantize.cu has other code for Blackwell."""
+    return Path(source).stem.startswith(("mmq", "quantize", "kernels"))
+
+
+def cases(sources: list[str]) -> list:
+    """Return (source, architecture) of all compilations, with a mark for make nightly."""
+    params = []
+    for source in sources:
+        stem = Path(source).stem
+        for arch in ARCHITECTURES if has_tensor_cores(source) else ("sm_90",):
+            is_quick = not stem.startswith("mmq-") or (stem in QUICK_TYPES and arch == "dp4a")
+            params.append(pytest.param(source, arch, id=f"{stem}-{arch}", marks=() if is_quick else pytest.mark.nightly))
+    return [*params, pytest.param("mmvq.cu", "all types", id="mmvq-all-types", marks=pytest.mark.nightly)]
 
 
 SOURCES = touched_sources()
@@ -60,14 +72,17 @@ def trees(tmp_path_factory) -> dict[str, Path]:
 def test_sources_are_found():
     assert {"mmvq.cu", "mmq.cu", "convert.cu", "getrows.cu", "cpy.cu", "quantize.cu", "ggml-cuda.cu"} <= set(SOURCES)
     assert sum(Path(source).stem.removeprefix("mmq-") in WEIGHT_TYPES for source in SOURCES) == len(WEIGHT_TYPES)
-    assert sum(not p.marks for p in source_params(SOURCES) if Path(p.values[0]).stem in QUICK_SOURCES) == len(QUICK_SOURCES)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", source_params(SOURCES))
+@pytest.mark.parametrize("source, arch", cases(SOURCES))
 def test_source_compiles(trees, tmp_path, source, arch):
-    folder = trees[arch] / CUDA
-    command = cuda_tools.compile_command(trees[arch] / "ggml", ARCHITECTURES[arch], "-Werror=all-warnings", "-diag-suppress=177",
-                                         "-c", folder / source, "-o", tmp_path / "object.o")
+    tree = trees["dp4a" if arch == "dp4a" else "sm_90"]
+    folder, path = tree / CUDA, tree / CUDA / source
+    if source == "mmvq.cu" and arch != "all types":
+        text = cuda_tools.trimmed_mmvq(path.read_text(), QUICK_MMVQ, columns=(1, 8))
+        path = tmp_path / source
+        path.write_text(text)
+    command = cuda_tools.compile_command(tree / "ggml", ARCHITECTURES.get(arch, "sm_90"), "-Werror=all-warnings", "-diag-suppress=177",
+                                         "-c", path, "-o", tmp_path / "object.o")
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -32,21 +32,21 @@ def small_chunks(monkeypatch):
 FLAGS = ("--type", "ditto3", "--importance", "none", "--fallback-above", "3", "-t", "2")
 
 
-def run(capsys, *args) -> tuple[int, str, str]:
-    """Run the quantizer and return exit code, standard output and standard error."""
+def run(capsys, *args, main=program.main) -> tuple[int, str, str]:
+    """Run a command, by default the quantizer, and return exit code, standard output and standard error."""
     capsys.readouterr()
-    code = program.main([str(a) for a in args])
+    code = main([str(a) for a in args])
     return code, *capsys.readouterr()
 
 
-def run_successfully(capsys, *args) -> tuple[str, str]:
-    code, out, err = run(capsys, *args)
+def run_successfully(capsys, *args, main=program.main) -> tuple[str, str]:
+    code, out, err = run(capsys, *args, main=main)
     assert code == 0, err
     return out, err
 
 
-def run_failing(capsys, *args, parts=(), code=1) -> str:
-    exit_code, _, err = run(capsys, *args)
+def run_failing(capsys, *args, parts=(), code=1, main=program.main) -> str:
+    exit_code, _, err = run(capsys, *args, main=main)
     check_error(subprocess.CompletedProcess([], exit_code, "", err), *parts, code=code)
     return err
 

@@ -1,4 +1,4 @@
-"""The reference model in llama.cpp's programs: perplexity, a served completion, the upstream llama-cli."""
+"""The reference model in llama.cpp's programs: perplexity, completions, the upstream llama-cli."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,15 +23,22 @@ from perplexity_run import UNIFORM, perplexity, run_tool
 TEXT = ROOT / "data" / "heldout.txt"
 
 
+class Files(dict):
+    """Paths of the reference model by type, which are written when they are asked for: block weights of that type, embeddings Q8_0."""
+
+    def __init__(self, model: Path, folder: Path):
+        super().__init__(f16=model)
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self.folder / f"{name}.gguf"
+        quantize(self["f16"], self[name], "--type", name, *UNIFORM)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def files(tmp_path_factory, model) -> dict[str, Path]:
-    """The reference model in every weight type: block weights of that type, embeddings Q8_0."""
-    folder = tmp_path_factory.mktemp("models")
-    out = {"f16": model}
-    for name in sorted(WEIGHT_TYPES):
-        out[name] = folder / f"{name}.gguf"
-        quantize(model, out[name], "--type", name, *UNIFORM)
-    return out
+def files(tmp_path_factory, model) -> Files:
+    return Files(model, tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.slow
@@ -74,7 +78,7 @@ def test_embeddings_can_have_the_type(files, name, tmp_path, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_llama_bench_and_completion_name_the_type(files, name):
     rows = json.loads(re.search(r"\[\n.*\]", run_tool("llama-bench", "-m", files[name], "-p", 16, "-n", 4, "-r", 1, "-o", "json"), re.S)[0])
     assert name.upper() in rows[0]["model_type"]
@@ -83,36 +87,6 @@ def test_llama_bench_and_completion_name_the_type(files, name):
     assert done.returncode == 0 and f"type {name}" in done.stdout + done.stderr
     # the code model indents a function body; a model with broken weights does not
     assert WEIGHT_TYPES[name].bpw < 1.5 or re.search(r"def add\(a, b\):\n    \S", done.stdout), done.stdout  # one bit needs calibration
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
-def test_server_completes(files, name):
-    """Start llama-server, request a completion over HTTP and stop the server cleanly."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    server = subprocess.Popen([tool("llama-server"), "-m", files[name], "--host", "127.0.0.1", "--port", str(port), "-c", "512"],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert server.poll() is None, "llama-server exited"
-            assert time.monotonic() < deadline, "llama-server is not ready after 60 s"
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as r:
-                    if r.status == 200:
-                        break
-            except OSError:
-                time.sleep(0.1)
-        body = json.dumps({"prompt": "import os\nimport", "n_predict": 12, "temperature": 0}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as r:
-            completion = json.load(r)
-        assert completion["tokens_predicted"] == 12 and completion["content"].strip()
-    finally:
-        server.terminate()
-        assert server.wait(timeout=30) == 0
 
 
 def run_llama_cli(program: Path, model: Path, library_path: Path | None = None) -> subprocess.CompletedProcess:
@@ -128,7 +102,7 @@ def extract_answer(result: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.extra_build
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_upstream_llama_cli_runs_with_the_packages_ggml(files, name, tmp_path):
     """An upstream program and libllama with the package's ggml libraries run the file and give the package's answer."""
     for lib in (BUILD / "bin").glob("libggml*.so*"):
@@ -141,7 +115,7 @@ def test_upstream_llama_cli_runs_with_the_packages_ggml(files, name, tmp_path):
 
 
 @pytest.mark.extra_build
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_upstream_llama_cli_refuses_the_type(files, name):
     """With its own ggml it fails with a reason instead of misreading the blocks."""
     result = run_llama_cli(require_built(STOCK, "llama-cli"), files[name])

@@ -16,6 +16,7 @@ import llama_cpp
 import perplexity_run
 from ggml_ext import TYPES, WEIGHT_TYPES, ExtType
 from helpers import native
+from helpers.blocks import nightly_except
 from helpers.commands import quantize, tool
 from helpers.native import ROOT
 from helpers.rpc import rpc_server
@@ -160,7 +161,7 @@ def two_servers(tmp_path_factory):
         yield f"{first},{second}"
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+@pytest.mark.parametrize("name", nightly_except(sorted(WEIGHT_TYPES), ["itq3_s", "itq2_t64"]))
 def test_two_rpc_servers_give_the_local_perplexity(model, text, two_servers, name, tmp_path):
     """Half of the layers runs on each server with the same code and CPU, so all digits agree."""
     file = tmp_path / "model.gguf"

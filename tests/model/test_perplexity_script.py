@@ -14,12 +14,18 @@ import pytest
 import perplexity
 import perplexity_run
 from ggml_ext import WEIGHT_TYPES
+from ggml_ext._base.console import Console
 from ggml_ext._base.errors import UserError
+from ggml_ext._evaluation.figures import parse_statistics
+from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._evaluation.perplexity import PerplexityRunner
 from helpers.commands import quantize
 from helpers.models import MODEL, ROOT
 from helpers.perplexity_record import BASELINE, N_CHUNKS, assert_recorded_perplexity, recorded_run
+from helpers.type_kinds import TYPE_KINDS
 
-UPSTREAM = ["q2_k", "q3_k", "iq3_xxs"]
+UPSTREAM = {"q2_k": 2.625, "q3_k": 3.4375, "iq3_xxs": 3.0625}  # bits per weight
+BY_DAY = [*TYPE_KINDS, *UPSTREAM]  # the encoders and kernels of all types have tests of their own
 TEXT = ROOT / "data" / "heldout.txt"
 LOG = """
 ====== Perplexity statistics ======
@@ -38,20 +44,15 @@ def run_script(*args) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, ROOT / "scripts" / "tools" / "perplexity.py", *map(str, args)], capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def logits_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("logits")
-
-
-@pytest.fixture(scope="module")
-def output_dir(model, lib, logits_dir, tmp_path_factory) -> Path:
-    """Run the script on ggml-ext and some upstream types, which must agree with the baseline.
+@pytest.fixture(scope="module", params=[pytest.param(BY_DAY, id="kinds"),
+                                        pytest.param([n for n in WEIGHT_TYPES if n not in BY_DAY], id="others", marks=pytest.mark.nightly)])
+def output_dir(request, model, lib, tmp_path_factory) -> Path:
+    """Run the script on types that must agree with the baseline.
 
     One thread: two that wait for each other take five times as long on a busy CPU.
     """
     folder = tmp_path_factory.mktemp("perplexity")
-    done = run_script("--model", model, "--types", ",".join([*WEIGHT_TYPES, *UPSTREAM]), "--chunks", N_CHUNKS, "--threads", 1,
-                  "--logits-dir", logits_dir, "--out", folder, "--baseline", BASELINE)
+    done = run_script("--model", model, "--types", ",".join(request.param), "--chunks", N_CHUNKS, "--threads", 1, "--out", folder, "--baseline", BASELINE)
     assert done.returncode == 0, done.stderr
     (folder / "table.md").write_text(done.stdout)
     return folder
@@ -64,32 +65,19 @@ def results(output_dir) -> dict:
 
 def test_script_writes_results_and_table(output_dir, results):
     assert sorted(p.name for p in output_dir.iterdir()) == ["perplexity.json", "table.md"]
-    assert list(results["types"]) == [*WEIGHT_TYPES, *UPSTREAM]
     for name, row in results["types"].items():
         assert row["weights"].keys() == {name}
-        assert row["bpw"] == (WEIGHT_TYPES[name].bpw if name in WEIGHT_TYPES else {"q2_k": 2.625, "q3_k": 3.4375, "iq3_xxs": 3.0625}[name])
+        assert row["bpw"] == (WEIGHT_TYPES[name].bpw if name in WEIGHT_TYPES else UPSTREAM[name])
     table = (output_dir / "table.md").read_text().splitlines()[2:]
-    assert [line.split(" | ")[0] for line in table] == [
-        "| type", "| ---", "| F16", *(f"| {t.upper()}" for t in WEIGHT_TYPES), "| Q2_K", "| Q3_K", "| IQ3_XXS, with imatrix"]
+    titles = [name.upper() + (", with imatrix" if name == "iq3_xxs" else "") for name in results["types"]]
+    assert [line.split(" | ")[0] for line in table] == ["| type", "| ---", "| F16", *(f"| {title}" for title in titles)]
     assert len({line.count("|") for line in table}) == 1
 
 
-@pytest.mark.parametrize("name", ["f16", *WEIGHT_TYPES, *UPSTREAM])
-def test_perplexity_is_as_recorded(results, name):
+def test_perplexity_is_as_recorded(results):
     """The tolerance is smaller than that of the script's own comparison, a standard error."""
-    assert_recorded_perplexity(name, (results["base"] if name == "f16" else results["types"][name])["ppl"][0])
-
-
-def test_quantized_file_reuses_saved_logits(results, model, logits_dir, tmp_path):
-    """The file has the figures of its type."""
-    path = tmp_path / "mine.gguf"
-    quantize(model, path, "--type", "itq3_s", *perplexity_run.UNIFORM)
-    before = [(p.name, p.stat().st_mtime_ns) for p in logits_dir.iterdir()]
-    done = run_script("-m", model, "--types", path, "--chunks", N_CHUNKS, "-t", 1, "--logits-dir", logits_dir, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "reusing" in done.stderr and before == [(p.name, p.stat().st_mtime_ns) for p in logits_dir.iterdir()]
-    figures = json.loads((tmp_path / "out" / "perplexity.json").read_text())["types"]["mine"]
-    assert {f: figures[f] for f in perplexity.FIGURES} == {f: results["types"]["itq3_s"][f] for f in perplexity.FIGURES}
+    for name, row in {"f16": results["base"], **results["types"]}.items():
+        assert_recorded_perplexity(name, row["ppl"][0])
 
 
 def run_with_results(results: dict, baseline: list | str, tmp_path: Path, monkeypatch, *args) -> str:
@@ -113,13 +101,13 @@ def script_error(*args) -> str:
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_difference_beyond_the_error_bar_fails(results, figure, sign, tmp_path, monkeypatch):
     """Tested in both directions; the message names the type and figure that differ."""
-    run = recorded_run()
-    value, error = results["types"]["itq3_s"][figure]
-    run["types"]["itq3_s"][figure] = [value + 0.99 * sign * error, error]
+    run, name = recorded_run(), next(iter(results["types"]))
+    value, error = results["types"][name][figure]
+    run["types"][name][figure] = [value + 0.99 * sign * error, error]
     assert run_with_results(results, [run], tmp_path, monkeypatch) == ""
-    run["types"]["itq3_s"][figure] = [value + 1.01 * sign * error, error]
+    run["types"][name][figure] = [value + 1.01 * sign * error, error]
     line = run_with_results(results, [run], tmp_path, monkeypatch)
-    assert line.startswith(f"error: itq3_s: {figure} is {value:.6g}, recorded ") and "--update-baseline" in line and "\n" not in line
+    assert line.startswith(f"error: {name}: {figure} is {value:.6g}, recorded ") and "--update-baseline" in line and "\n" not in line
 
 
 def test_different_base_fails(results, tmp_path, monkeypatch):
@@ -129,9 +117,9 @@ def test_different_base_fails(results, tmp_path, monkeypatch):
 
 
 def test_unrecorded_type_fails(results, tmp_path, monkeypatch):
-    run = recorded_run()
-    del run["types"]["itq3_s"]
-    assert "baseline.json: has no figures of itq3_s; record with --update-baseline" in run_with_results(results, [run], tmp_path, monkeypatch)
+    run, name = recorded_run(), next(iter(results["types"]))
+    del run["types"][name]
+    assert f"baseline.json: has no figures of {name}; record with --update-baseline" in run_with_results(results, [run], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["model_sha256", "text_sha256", "ctx_size", "chunks", "imatrix"])
@@ -140,20 +128,20 @@ def test_baseline_of_another_run_fails(results, key, tmp_path, monkeypatch, caps
     run = recorded_run()
     run["run"][key] = "other"
     line = run_with_results(results, [run], tmp_path, monkeypatch)
-    assert f"has no such run: {key} is {results['run'][key]}, recorded other; record with --update-baseline" in line
+    assert f"has no run of {results['run']}; record with --update-baseline" in line
     monkeypatch.setattr(perplexity, "BASELINE", tmp_path / "baseline.json")
     assert script_error("--out", tmp_path / "out") == "" and "not compared" in capsys.readouterr().err
 
 
 def test_update_baseline_replaces_only_measured_types(results, tmp_path, monkeypatch):
     """The update adds a run if there is none."""
-    changed = copy.deepcopy(results)
-    changed["types"] = {"itq3_s": {**results["types"]["itq3_s"], "kld": [1.0, 0.1]}}
+    changed, name = copy.deepcopy(results), next(iter(results["types"]))
+    changed["types"] = {name: {**results["types"][name], "kld": [1.0, 0.1]}}
     other = {"run": {**results["run"], "chunks": 7}, "base": {"ppl": [1.0, 0.1]}, "types": {}}
     assert run_with_results(changed, [recorded_run(), other], tmp_path, monkeypatch, "--update-baseline") == ""
     path = tmp_path / "baseline.json"
     runs = json.loads(path.read_text())
-    assert runs[0]["types"]["itq3_s"]["kld"] == [1.0, 0.1] and runs[0]["types"].keys() == recorded_run()["types"].keys()
+    assert runs[0]["types"][name]["kld"] == [1.0, 0.1] and runs[0]["types"].keys() == recorded_run()["types"].keys()
     assert runs[1] == other
     path.unlink()
     assert script_error("--baseline", path, "--out", tmp_path / "out", "--update-baseline") == ""
@@ -168,22 +156,19 @@ def test_damaged_baseline_is_refused(results, content, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "parts"), [
-    (["--types", "itq3_s,q9_k"], ["--types: unknown type 'q9_k'", "itq3_s", "iq2_xxs", "FILE.gguf"]),
+    (["--types", "itq3_s,q9_k"], ["--types: unknown type 'q9_k'", "itq3_s", "iq2_xxs"]),
     (["--types", "q3_k+matrix"], ["--types: unknown type 'q3_k+matrix'"]),
     (["--types", ""], ["--types: unknown type ''"]),
     (["--types", "q3_k,Q3_K"], ["--types names q3_k more than once"]),
-    (["--types", "none.gguf"], ["--types none.gguf: no such file"]),
     (["-m", "none.gguf"], ["--model none.gguf: no such file"]),
     (["-m", TEXT], ["heldout.txt", "not a GGUF file"]),
     (["-f", "none.txt"], ["--file none.txt: no such file"]),
-    (["--imatrix", "none.gguf"], ["--imatrix none.gguf: no such file"]),
     (["--baseline", "none.json"], ["--baseline none.json: no such file"]),
     (["--chunks", "0"], ["--chunks 0: needed at least 1 chunks of 256 tokens"]),
     (["--chunks", "3", "-c", "64"], ["--chunks 3: needed at least 4 chunks of 64 tokens"]),
     (["--ctx-size", "0"], ["--ctx-size 0: needed at least"]),
     (["--threads", "0"], ["--threads 0: needed at least 1"]),
     (["--chunks", "many"], ["--chunks", "invalid int value: 'many'"]),
-    (["--imatrix", TEXT, "--types", "iq3_xxs", "--chunks", "1", "-t", "1"], ["llama-quantize exited with"]),
 ])
 def test_bad_input_is_refused(args, parts, tmp_path, model, lib):
     line = script_error("--model", model, "--out", tmp_path, *args)
@@ -211,7 +196,7 @@ def test_quantized_model_is_refused(tmp_path, model, lib):
 
 
 def test_statistics_are_parsed():
-    statistics = perplexity_run.parse_statistics(LOG + LAST_LINE)
+    statistics = parse_statistics(LOG + LAST_LINE)
     assert statistics["Mean PPL(Q)"] == (12.625573, 0.398792) and statistics["Mean ln(PPL(Q)/PPL(base))"] == (0.04205, 0.003402)
     assert statistics["Mean KLD"] == (0.037054, 0.000514) and statistics["5.0% KLD"] == (0.00085, None)
     assert statistics["Mean Δp"] == (-1.147, 0.063) and statistics["Same top p"] == (89.711, 0.348)
@@ -219,15 +204,16 @@ def test_statistics_are_parsed():
 
 @pytest.mark.parametrize(("log", "part"), [
     (LOG, "gave no statistics for"),
-    (LOG + "E Unexpected negative standard deviation", "it ends with"),
+    (LOG + "E Unexpected negative standard deviation", "its output ends with"),
     ("0.0 E kl_divergence: inconsistent vocabulary (7 vs 9)\n" + LOG + LAST_LINE, "inconsistent vocabulary (7 vs 9)"),
     (LOG.replace("12.625573 ±   0.398792", "nan ± nan") + LAST_LINE, "Mean PPL(Q) is nan"),
 ])
 def test_log_without_figures_is_refused(log, part, monkeypatch):
     """llama-perplexity exits with 0 in all these cases."""
-    monkeypatch.setattr(perplexity_run, "run_tool", lambda *args: log)
-    with pytest.raises((RuntimeError, UserError)) as e:
-        perplexity_run.kl_divergence(MODEL, perplexity_run.BaseLogits(Path("logits"), 256, 4096, 60), threads=1)
+    monkeypatch.setattr("ggml_ext._evaluation.perplexity.run_logged", lambda *args: (0, log))
+    runner = PerplexityRunner(Path("llama-perplexity"), 256, 256, 1, (), Console(), lambda _: None)
+    with pytest.raises(UserError) as e:
+        runner.compare(MODEL, BaseLogits(Path("logits"), 256, 4096, 60))
     assert part in str(e.value)
 
 
@@ -245,22 +231,6 @@ def test_last_log_lines_are_complete(model, tmp_path):
             process.wait()
 
 
-def test_saved_logits_match_model_text_and_length(model, tmp_path, monkeypatch):
-    """The name of saved logits depends on the model, the text, the context length and the number of chunks."""
-    def save_empty(path: Path) -> perplexity_run.BaseLogits:
-        path.write_bytes(b"")
-        return perplexity_run.BaseLogits(path, 256, 4096, 60)
-
-    paths = []
-    monkeypatch.setattr(perplexity, "save_base_logits", lambda model, text, output_dir, *args: paths.append(output_dir) or save_empty(output_dir))
-    other_text = tmp_path / "other.txt"
-    other_text.write_text("import os\n")
-    for args, text, digest in [([], TEXT, "model"), ([], TEXT, "other model"), ([], other_text, "model"), (["-c", "128"], TEXT, "model"),
-                               (["--chunks", "7"], TEXT, "model")]:
-        perplexity.base_logits(perplexity.build_parser().parse_args(args), text, digest, tmp_path)
-    assert len({path.name for path in paths}) == 5
-
-
 def test_text_is_split_between_characters(tmp_path):
     """The parts join to the text, and what the baseline scores comes before the cut."""
     scored, rest = perplexity_run.split_text(TEXT, tmp_path)
@@ -271,15 +241,15 @@ def test_text_is_split_between_characters(tmp_path):
     assert scored.read_text("utf-8") == "é" * 85 and rest.read_bytes().endswith(b"\xff\r\n")
 
 
-def test_incomplete_logits_are_refused(output_dir, logits_dir, tmp_path):
+def test_incomplete_logits_are_refused(tmp_path):
     """The size of a complete file is computed, so that a file cut by a full disk is noticed."""
-    (saved,) = logits_dir.iterdir()
-    logits = perplexity_run.BaseLogits.read(saved)
-    assert (logits.n_ctx, logits.n_vocab, logits.n_chunks) == (256, 4096, N_CHUNKS)
-    cut = tmp_path / "cut.bin"
-    cut.write_bytes(saved.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"must have {saved.stat().st_size:,}"):
-        perplexity_run.BaseLogits.read(cut)
-    cut.write_bytes(b"_logits_")
+    path = tmp_path / "logits.bin"
+    logits = BaseLogits(path, 128, 4096, 2)
+    path.write_bytes(BaseLogits.HEADER.pack(b"_logits_", 128, 4096, 2).ljust(logits.n_bytes(), b"\0"))
+    assert BaseLogits.read(path) == logits
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"must have {logits.n_bytes():,}"):
+        BaseLogits.read(path)
+    path.write_bytes(b"_logits_")
     with pytest.raises(UserError, match="holds no logits"):
-        perplexity_run.BaseLogits.read(cut)
+        BaseLogits.read(path)

@@ -108,7 +108,7 @@ def test_documents_quote_the_figures_of_readme():
 def test_every_script_is_listed():
     text = (ROOT / "scripts" / "README.md").read_text()
     named = set(re.findall(r"`(\w+\.py)`", text))
-    shared = {"perplexity_run.py", "ggml_graph.py", "gemv.py"}  # imported by others, as check_*.py are by gpu_check.py
+    shared = {"perplexity_run.py", "ggml_graph.py"}  # imported by others, as check_*.py are by gpu_check.py
     assert {p.name for p in (ROOT / "scripts").glob("*/*.py") if not p.name.startswith("check_")} - shared == named
 
 

@@ -26,6 +26,7 @@ from .._formats.names import unknown_type_message
 from .._formats.reserved_paths import ReservedPaths, reserve_file
 from .._native import backend, library
 from .._native.backend import Device
+from .._native.programs import not_built
 from .gpu_page import DeviceReport, Machine, baselines, build_page
 from .kernel_check import TypeResult, check_type, choose_shape
 
@@ -114,7 +115,7 @@ def gpu_report(options: GpuReportOptions, console: Console) -> Report:
     types, (json_path, page_path) = options.types(), options.paths()
     encoder = library.load()
     if encoder is None or not backend.can_run():
-        raise UserError("the native libraries were not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+        raise not_built("the native library")
     devices, run = backend.list_devices(START_SECONDS)
     if run.failure:
         raise UserError(f"cannot list the devices: {run.failure}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .._base.errors import UserError
 from .process import describe_failure, last_error, run_captured
-from .programs import find_tool
+from .programs import find_tool, require_tool
 
 PROGRAM = "ggml-ext-graph"
 PRODUCT, ROWS = "product", "rows"  # uses; others are operations under ggml's names
@@ -77,10 +77,7 @@ def _run(action: str, parts: Sequence[Path], hint: str | None = None) -> str | N
 
 def find_run_error(parts: Sequence[Path]) -> str | None:
     """Run one token through a model and return what went wrong, or None. UserError if the program is missing."""
-    program = find_tool(PROGRAM)
-    if program is None:
-        raise UserError(f"--verify: {PROGRAM} is not in the package: reinstall ggml-ext")
-    code, _, log = run_captured(_command(program, "run", parts), Path())
+    code, _, log = run_captured(_command(require_tool(PROGRAM), "run", parts), Path())
     return f"{PROGRAM} exited with {code}: {last_error(log)}" if code else None
 
 

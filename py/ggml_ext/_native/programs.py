@@ -43,23 +43,25 @@ def find_tool(name: str) -> Path | None:
     return None
 
 
+def not_built(name: str) -> UserError:
+    """Return the error that a program or library is missing."""
+    return UserError(f"{name} was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+
+
 def require_tool(name: str) -> Path:
     """Return the path of a program. UserError if it is missing."""
     path = find_tool(name)
     if path is None:
-        raise UserError(f"{name} was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+        raise not_built(name)
     return path
 
 
 def tool_path(name: str) -> Path:
     """Return the path of a program. SystemExit with one line if it is missing."""
     try:
-        path = find_tool(name)
+        return require_tool(name)
     except UserError as e:
         raise SystemExit(f"error: {e}") from e
-    if path is None:
-        raise SystemExit(f"error: {name} is not in {native_dir()}: ggml-ext was installed without its native part; reinstall it")
-    return path
 
 
 def run() -> None:

@@ -1,27 +1,16 @@
-"""scripts/tools/gemv.py runs, and its two ways to multiply agree. The speeds are not tested."""
+"""scripts/tools/columns.py: its tables. The speeds are not tested."""
 
 import subprocess
 import sys
 
 import pytest
 
-import gemv
-from ggml_ext import WEIGHT_TYPES
+import columns
 from helpers.native import LOCAL_ISAS, ROOT
 
 
-@pytest.mark.slow
-def test_both_products_agree():
-    """The script fails if the results differ by more than the rounding of activations."""
-    command = [sys.executable, ROOT / "scripts" / "tools" / "bench.py", "--gemv", "--rounds", "1", "--shapes", "512x768",
-               "--types", ",".join(WEIGHT_TYPES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert sum(line.startswith("| 512x768 |") for line in done.stdout.splitlines()) == len(WEIGHT_TYPES)
-
-
 def test_columns_table_has_a_row_per_type():
-    command = [sys.executable, ROOT / "scripts" / "tools" / "gemv.py", "--columns", "2,9", "--rounds", "1", "--shapes", "64x768",
+    command = [sys.executable, ROOT / "scripts" / "tools" / "columns.py", "--columns", "2,9", "--rounds", "1", "--shapes", "64x768",
                "--copies-mb", "0", "--threads", "1", "--types", "itq3_s,q3_k"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -31,7 +20,7 @@ def test_columns_table_has_a_row_per_type():
 
 @pytest.mark.skipif("avx2" not in LOCAL_ISAS, reason="the peak is known of x86 CPUs")
 def test_peak_table_has_a_row_per_type():
-    command = [sys.executable, ROOT / "scripts" / "tools" / "gemv.py", "--columns", "2,40", "--peak", "--rounds", "1", "--shapes", "64x768",
+    command = [sys.executable, ROOT / "scripts" / "tools" / "columns.py", "--columns", "2,40", "--peak", "--rounds", "1", "--shapes", "64x768",
                "--copies-mb", "0", "--threads", "1", "--types", "itq3_s,itq3_t64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -47,7 +36,7 @@ def test_columns_are_ratios_of_the_least_times(monkeypatch, capsys, lib):
         n_columns = [1, 2, 9][(len(calls) - 1) % 3]
         return 1e-5 * (1 + n_columns) * (2 if len(calls) <= 3 else 1)
 
-    monkeypatch.setattr(gemv, "seconds", seconds)
-    gemv.main(["--columns", "2,9", "--rounds", "2", "--shapes", "64x768", "--copies-mb", "0", "--threads", "1", "--types", "itq3_s"])
+    monkeypatch.setattr(columns, "seconds", seconds)
+    columns.main(["--columns", "2,9", "--rounds", "2", "--shapes", "64x768", "--copies-mb", "0", "--threads", "1", "--types", "itq3_s"])
     assert len(calls) == 6
     assert capsys.readouterr().out.splitlines()[-1] == "| 64x768 | ITQ3_S | 20 | 1.50 | 5.00 |"
