@@ -116,6 +116,8 @@ def main() -> None:
         if name == "package":
             find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
             find_programs(system_packages.PARALLEL, "the test of GNU parallel will be skipped")
+            if args.nightly:
+                find_programs(system_packages.SLURM, "the test of Slurm will be skipped")
             if args.nightly and platform.machine() == "x86_64":
                 find_programs(system_packages.WINE, "the tests of Windows' programs and Python will be skipped")
         options, directory, target = steps[name]

@@ -34,7 +34,7 @@ BACKENDS = ("libggml-cpu.so", "libggml-cuda.so", "libggml-vulkan.so")  # loaded 
 PROVIDED = re.compile(r"(ld-linux|libc|libm|libdl|libpthread|librt|libcuda|libcublas|libcublasLt|libvulkan)[-.]")
 NEXT_TO_PROGRAMS = re.compile(r"libcudart\.")
 MAX_GLIBC = (2, 35)
-SCRIPTS = ("scripts/gpu/gpu_check.py", "scripts/gpu/check_backend.py", "scripts/gpu/check_correctness.py",
+SCRIPTS = ("scripts/gpu/gpu_check.py", "scripts/gpu/check_backend.py", "scripts/gpu/check_correctness.py", "scripts/gpu/check_faults.py",
            "scripts/gpu/check_page.py", "scripts/gpu/check_run.py", "scripts/gpu/check_speed.py", "scripts/gpu/check_tools.py",
            "scripts/tools/synth_model.py", "scripts/build/cuda_tools.py")
 DATA = ("data/model-f16.gguf", "data/heldout.txt", "LICENSE")

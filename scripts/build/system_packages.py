@@ -14,6 +14,7 @@ BROWSER = {"chromium": "chromium", "chromium-driver": "chromedriver"}
 VULKAN = {"glslc": "glslc", "libvulkan-dev": "/usr/include/vulkan/vulkan.hpp", "spirv-headers": "/usr/include/spirv/unified1/spirv.hpp"}
 VULKAN_TESTS = {"spirv-tools": "spirv-val", "mesa-vulkan-drivers": "/usr/share/vulkan/icd.d/lvp_icd*.json"}
 PARALLEL = {"parallel": "parallel"}
+SLURM = {"slurmctld": "slurmctld", "slurmd": "slurmd", "slurm-client": "sbatch", "munge": "munged"}  # nightly
 
 
 def find_programs(packages: dict[str, str], without: str) -> bool:

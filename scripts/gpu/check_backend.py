@@ -81,10 +81,11 @@ def describe_machine(run: Run, backend: Backend) -> dict:
 
 def find_device(run: Run, backend: Backend) -> dict:
     """Load the backend's library and look for the device among those that llama.cpp lists."""
-    library = run.programs / (backend.library or "")
-    if run.device == "CPU":
+    library = run.programs / ("libggml-missing.so" if run.fault == "missing-library" else backend.library or "")
+    device = backend.device.rstrip("0") + "99" if run.fault == "no-device" else run.device
+    if device == "CPU" and not run.fault == "missing-library":
         return {}
-    if backend.library and library.exists():
+    if backend.library and (library.exists() or run.fault == "missing-library"):
         try:
             run.command(*LOAD, library, timeout=60)
         except Failed as e:
@@ -92,10 +93,10 @@ def find_device(run: Run, backend: Backend) -> dict:
     output: list[str] = []
     listed = run.command(run.program("llama-bench"), "--list-devices", timeout=120, keep=output)
     devices = [line.strip() for line in listed.splitlines()[1:]]
-    if not any(line.startswith(f"{run.device}:") for line in devices):
+    if not any(line.startswith(f"{device}:") for line in devices):
         reason = "" if not backend.library or library.exists() else f" ({run.programs} has no {library.name})"
-        missing = Unavailable if run.rehearsal and reason else Failed
-        raise missing(f"llama.cpp finds no device {run.device}{reason}; it lists: {' / '.join(devices)}")
+        missing = Unavailable if run.rehearsal and reason and not run.fault else Failed
+        raise missing(f"llama.cpp finds no device {device}{reason}; it lists: {' / '.join(devices)}")
     for words in backend.log_errors:
         if words in output[0]:
             raise Failed(output[0][output[0].find(words) :][:4000])

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import check_faults
+
 ROOT = Path(__file__).resolve().parents[2]  # of the sources or of an unpacked bundle
 BUNDLE_FILE = ROOT / "bundle.json"
 THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
@@ -91,13 +93,14 @@ class Run:
         programs: directory of the programs and libraries.
         report_file: JSON file of the results; it is rewritten after every check.
         rehearsal: use little data and require no speed.
+        fault: fault to inject into one check of a rehearsal (check_faults.py).
         resume: keep the checks that passed in an earlier run of the same sources on the same device.
     """
 
     def __init__(self, backend: str, device: str, programs: Path, report_file: Path, *, types: list[str], shape: str, n_layers: int,
-                 rehearsal: bool = False, resume: bool = True):
+                 rehearsal: bool = False, fault: str | None = None, resume: bool = True):
         self.backend, self.device, self.programs, self.report_file = backend, device, programs, report_file
-        self.types, self.shape, self.n_layers, self.rehearsal = types, shape, n_layers, rehearsal
+        self.types, self.shape, self.n_layers, self.rehearsal, self.fault = types, shape, n_layers, rehearsal, fault
         self.lock, self.processes = threading.RLock(), set()
         self.current = threading.local()  # per thread: the name of its check, and its own deadline
         self.part, self.deadline, self.end = "", math.inf, math.inf
@@ -146,6 +149,8 @@ class Run:
         """
         limit = self.seconds_left() if self.rehearsal else min(self.seconds_left(), timeout)
         words = [*map(str, command)]
+        if self.fault:
+            words, limit = check_faults.inject(self.fault, getattr(self.current, "check", ""), words, limit)
         with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as log:  # not pipes: llama-perplexity loses lines there
             try:
                 process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True,

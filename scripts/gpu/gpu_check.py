@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build"))
 import check_page
 from check_backend import BACKENDS, Backend, describe_machine, find_device, set_environment
 from check_correctness import check_more, check_operations, check_perplexities
+from check_faults import FAULTS
 from check_run import BUNDLE_FILE, EXT_TYPES, ROOT, Run
 from check_speed import SyntheticModels, check_more_speed, check_speed
 from check_tools import check_counters, check_sanitizers
@@ -101,12 +102,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, metavar="DIR", help="directory for about 15 GB of synthetic models (default: a temporary one)")
     parser.add_argument("--programs", type=Path, metavar="DIR", help="use the programs in this directory instead of building them")
     parser.add_argument("--rehearse", action="store_true", help="run without a GPU, on little data")
+    parser.add_argument("--inject", choices=FAULTS, metavar="FAULT",
+                        help="with --rehearse: let something fail: " + ", ".join(f"{name} ({text})" for name, text in FAULTS.items()))
     args = parser.parse_args(argv)
     args.backends = (args.backend or ("cuda,vulkan" if args.rehearse else "cuda")).split(",")
     args.parts, args.types = args.only.split(","), args.types.split(",")
     for flag, values, known in (("--backend", args.backends, BACKENDS), ("--only", args.parts, PARTS), ("--types", args.types, EXT_TYPES)):
         if unknown := set(values) - set(known):
             raise SystemExit(f"error: {flag}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
+    if args.inject and not args.rehearse:
+        raise SystemExit("error: --inject needs --rehearse")
     if args.rehearse:
         args.shape, args.layers = "tiny", 1
         os.environ.setdefault("GGML_VK_VISIBLE_DEVICES", "0")  # else llama.cpp leaves out drivers for CPUs
@@ -124,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         bundled = ROOT / "bin" if BUNDLE_FILE.exists() else None
         programs = args.programs or bundled or build_from_sources(name)
         run = Run(name, args.device or ("CPU" if on_cpu else backend.device), programs.resolve(), out, types=args.types, shape=args.shape,
-                  n_layers=args.layers, rehearsal=args.rehearse, resume=not args.again)
+                  n_layers=args.layers, rehearsal=args.rehearse, fault=args.inject, resume=not args.again)
         set_environment(run)
         signal.signal(signal.SIGTERM, run.stop)
         signal.signal(signal.SIGINT, run.stop)

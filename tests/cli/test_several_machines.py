@@ -1,13 +1,11 @@
 """The examples of docs/using/several-machines.md, run or checked as they stand there."""
 
-import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from ggml_ext._formats.reserved_paths import journal_of
 from ggml_ext._formats.split import open_model
 from helpers.models import ROOT
+from helpers.slurm import find_processes, start_cluster, wait_until
 
 PAGE = (ROOT / "docs" / "using" / "several-machines.md").read_text()
 N_PARTS = 5
@@ -66,28 +65,16 @@ def is_under_way(directory, number):
     return journal.exists() and len(journal.read_bytes().splitlines()) > TENSORS_BEFORE_KILL
 
 
-def find_processes(directory: Path, word: str) -> list[int]:
-    """List the processes that work in a directory and have a word in their command."""
-    processes = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(process / "cwd") == str(directory) and word.encode() in (process / "cmdline").read_bytes():
-                processes.append(int(process.name))
-    return processes
-
-
 @pytest.mark.slow
-def test_gnu_parallel(single, directory):
+@pytest.mark.parametrize("n_jobs", [2, pytest.param(5, marks=pytest.mark.nightly)])
+def test_gnu_parallel(single, directory, n_jobs):
     """A job is killed; --resume-failed repeats it alone."""
     if not shutil.which("parallel"):
         pytest.skip("parallel is not installed")
-    command = example("GNU parallel").replace("--jobs 2", "--jobs 2 --joblog jobs.log")
+    command = example("GNU parallel").replace("--jobs 2", f"--jobs {n_jobs} --joblog jobs.log")
     run = {"shell": True, "cwd": directory, "env": environment(), "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **run) as jobs:
-        end = time.monotonic() + 240
-        while not is_under_way(directory, 3):
-            assert time.monotonic() < end, "part 3 has no tensors"
-            time.sleep(0.02)
+        wait_until(lambda: is_under_way(directory, 3), "part 3 has tensors")
         for process in find_processes(directory, "--part\0003/5"):
             os.kill(process, signal.SIGKILL)
         assert jobs.wait(300) == 1
@@ -99,13 +86,20 @@ def test_gnu_parallel(single, directory):
     assert read_model(part_path(directory, 1)) == read_model(single / "model-itq3t.gguf")
 
 
-def test_slurm_script_writes_its_part(directory):
-    script = example("Slurm")
-    (directory / "quantize.sh").write_text(script)
-    assert f"#SBATCH --array=1-{N_PARTS}\n" in script
-    task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MAX": str(N_PARTS)}
-    subprocess.run(["sh", "quantize.sh"], cwd=directory, env=environment() | task, check=True, capture_output=True, timeout=300)
-    assert part_path(directory, 2).exists()
+@pytest.mark.nightly
+def test_slurm_requeues_the_part_of_a_lost_node(single, directory, tmp_path_factory):
+    (directory / "quantize.sh").write_text(example("Slurm"))
+    with start_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        cluster.environment |= {"PATH": environment()["PATH"]}
+        cluster.run("sbatch", "quantize.sh", cwd=directory)
+        wait_until(lambda: is_under_way(directory, 1), "part 1 has tensors")
+        (node,) = re.findall(r"NodeList=(n\d)", cluster.run("scontrol", "show", "job", "1_1"))
+        cluster.lose_node(node, directory)
+        assert not part_path(directory, 1).exists()
+        wait_until(lambda: not cluster.run("squeue", "--noheader"), "all parts are written")
+        assert "Restarts=1" in cluster.run("scontrol", "show", "job", "1_1")
+    assert "resuming after" in (directory / "part-1.log").read_text()
+    assert read_model(part_path(directory, 1)) == read_model(single / "model-itq3t.gguf")
 
 
 @pytest.mark.extra_build

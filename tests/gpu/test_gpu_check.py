@@ -229,7 +229,7 @@ def test_missing_optional_tools_are_reported(check, tmp_path):
 
 @pytest.mark.parametrize("args, message", [
     (("--only", "build"), "--only: unknown build; choose from correctness"), (("--types", "q4_k"), "--types: unknown q4_k"),
-    (("--backend", "rocm"), "--backend: unknown rocm"),
+    (("--backend", "rocm"), "--backend: unknown rocm"), (("--inject", "hang"), "--inject needs --rehearse"),
 ])
 def test_wrong_arguments_are_refused(args, message):
     done = subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=60)

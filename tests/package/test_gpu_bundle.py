@@ -93,6 +93,22 @@ def test_rehearsal_of_one_type_passes(bundle, python, tmp_path):
         "machine", "correctness", "perplexity", "speed", "sanitizer", "counters", "more"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, check, words", [
+    ("no-device", "device", "llama.cpp finds no device CUDA99"), ("missing-library", "device", "libggml-missing.so cannot be loaded: "),
+    ("hang", "perplexity itq3_s", "llama-perplexity took longer than"), ("out-of-memory", "perplexity itq3_s", "llama-perplexity exited with"),
+    ("wrong-value", "perplexity itq3_s", "expected"),
+])
+def test_fault_fails_only_its_check(bundle, python, tmp_path, fault, check, words):
+    code, report, output = run_gpu_check(bundle, python, tmp_path, "--backend", "cuda", "--types", "itq3_s,itq3_t", "--only", "correctness,perplexity",
+                                     "--inject", fault)
+    checks = {c["name"]: c for c in report["cuda"]["checks"]}
+    assert code == 1 and [name for name, c in checks.items() if c["status"] != "passed"] == [check]
+    assert words in checks[check]["error"] and f"cuda, failed: {check}: " in output
+    if check != "device":
+        assert checks["perplexity itq3_t"]["status"] == "passed"
+
+
 @pytest.mark.nightly
 def test_rehearsal_of_all_checks(bundle, python, tmp_path):
     """Runs CUDA's checks on the CPU, Vulkan's on lavapipe. Vulkan's test library lacks the standard types that speeds are compared with."""
