@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "tests" / "metal_host"
 ATTRIBUTE = re.compile(r"\[\[\s*\w+(?:\(.*?\))?\s*\]\]")
 # LLVM instructions that are not arithmetic
-NO_ARITHMETIC = {"load", "store", "getelementptr", "bitcast", "zext", "sext", "trunc", "insertelement", "extractelement", "br", "ret", "phi", "alloca", "unreachable", "freeze", "addrspacecast"}
+NO_ARITHMETIC = {"load", "store", "getelementptr", "bitcast", "zext", "sext", "trunc", "insertelement", "extractelement", "br", "ret", "phi", "alloca",
+                 "unreachable", "freeze", "addrspacecast"}
 
 
 def upstream_q4_k(tree: Path) -> str:
@@ -46,34 +47,40 @@ def upstream_q4_k(tree: Path) -> str:
                       "typedef uchar uchar2 __attribute__((ext_vector_type(2)));", block, *functions])
 
 
-def metal_source(tree: Path) -> str:
-    """Return our library and a function per type that dequantizes 16 weights, as OpenCL C++ with Metal's address spaces."""
-    metal_library.mul_mm = lambda tree: []
+def metal_library_text(tree: Path) -> str:
+    """Return our library and upstream's headers in one text, without mul_mm."""
     directory = tree / metal_library.KERNELS
     text = "".join([(directory.parent / "ggml-metal-impl.h").read_text(),
-                    (directory / "common.h").read_text().replace('#include "ggml-metal-impl.h"', ""), metal_library.library(tree)])
-    lines = [line for line in text.replace("#include <metal_stdlib>", "").split("\n")
-             if "mul_mm<" not in line and "mul_mm_id<" not in line and line not in ("#pragma once", '#include "common.h"')]
-    text = re.sub(r'\[\[host_name\("[^"]+"\)\]\]\s*kernel', "", "\n".join(lines))
+                    (directory / "common.h").read_text().replace('#include "ggml-metal-impl.h"', ""), metal_library.library(None)])
+    return "\n".join(line for line in text.replace("#include <metal_stdlib>", "").split("\n")
+                     if "mul_mm<" not in line and "mul_mm_id<" not in line and line not in ("#pragma once", '#include "common.h"'))
+
+
+def as_opencl(text: str) -> str:
+    """Translate Metal source to OpenCL C++, which has the same address spaces."""
+    # templates that are not used are not instantiated: keep the kernels' instantiations without their attributes
+    text = re.sub(r'\[\[host_name\("[^"]+"\)\]\]\s*kernel', "", text)
     text = re.sub(r"^kernel void", "void", ATTRIBUTE.sub("", text), flags=re.M)
-    text = re.sub(r"^constant (\w+) (FC_\w+)\s*;", r"constant \1 \2 = 4;", text, flags=re.M)
-    # a reinterpretation, of which the lint needs only the declaration
-    text = text.replace("as_type<half>", "metal_half").replace("as_type<float>", "__builtin_astype_float").replace("as_type<uint>", "__builtin_astype_uint")
-    shims = ("half metal_half(ushort x) { return __builtin_astype(x, half); }\n"
-             "float __builtin_astype_float(uint x) { return __builtin_astype(x, float); }\n"
-             "uint __builtin_astype_uint(float x) { return __builtin_astype(x, uint); }\n")
-    functions = [(name, f"ggml_ext_dequantize<block_{name}, half4x4>", f"block_{name}") for name in metal_library.weight_types()]
-    functions += [("q4_K", "dequantize_q4_K<half4x4>", "block_q4_K")]
-    calls = [f'extern "C" void count_{name}(device const {block} * x, short il, thread half4x4 & reg) {{ half4x4 result; {call}(x, il, result); reg = result; }}'
-             for name, call, block in functions]
-    spaces = (HOST / "address_spaces.h").read_text().replace("operator[](int i) __private;", "operator[](int i) __private { return c[i]; }")
-    return "\n".join([spaces, shims, text, upstream_q4_k(tree), *calls,
-                      "template void kernel_mul_mv_q4_K_f32_impl<N_R0_Q4_K, constant ggml_metal_kargs_mul_mv &>(constant ggml_metal_kargs_mul_mv &, device const char *, "
-                      "device const char *, device char *, threadgroup char *, uint3, ushort, ushort);"])
+    return (HOST / "address_spaces.h").read_text() + re.sub(r"^constant (\w+) (FC_\w+)\s*;", r"constant \1 \2 = 1;", text, flags=re.M)
+
+
+def metal_source(tree: Path) -> str:
+    """Return our library, Q4_K and a function per type that dequantizes 16 weights, as OpenCL C++."""
+    functions = [(name, f"ggml_ext_dequantize<block_{name}, half4x4>") for name in metal_library.weight_types()] + [("q4_K", "dequantize_q4_K<half4x4>")]
+    calls = [f'extern "C" void count_{name}(device const block_{name} * x, short il, thread half4x4 & reg) '
+             f"{{ half4x4 result; {call}(x, il, result); reg = result; }}" for name, call in functions]
+    mul_mv = ("template void kernel_mul_mv_q4_K_f32_impl<N_R0_Q4_K, constant ggml_metal_kargs_mul_mv &>(constant ggml_metal_kargs_mul_mv &, "
+              "device const char *, device const char *, device char *, threadgroup char *, uint3, ushort, ushort);")
+    text = as_opencl("\n".join([metal_library_text(tree), upstream_q4_k(tree), *calls, mul_mv]))
+    # bodies of functions that address_spaces.h only declares
+    for declaration, body in (("operator[](int i) __private;", "operator[](int i) __private { return c[i]; }"),
+                              ("template <typename T, typename U> T as_type(U);", "template <typename T, typename U> T as_type(U u) { return __builtin_astype(u, T); }")):
+        text = text.replace(declaration, body)
+    return text
 
 
 class Counts(NamedTuple):
-    """Operations per 16 weights: loads, look-ups, arithmetic."""
+    """Operations per 16 weights: loads of weights and of activations, look-ups, arithmetic."""
 
     weights: float
     activations: float
@@ -89,8 +96,10 @@ def compile_metal(source: str) -> dict[str, dict[str, list[str]]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "library.cl"
         path.write_text(source)
-        command = ["clang", "-x", "cl", "-cl-std=clc++2021", "-target", "amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-cl-no-stdinc", "-Xclang", "-cl-ext=-all,+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_fp64",
-                   "-Wno-everything", "-O2", "-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-disable-vector-combine", "-mllvm", "-inline-threshold=1000000", "-S", "-emit-llvm", "-o", "-", path]
+        command = ["clang", "-x", "cl", "-cl-std=clc++2021", "-target", "amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-cl-no-stdinc", "-Xclang",
+                   "-cl-ext=-all,+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_fp64",
+                   "-Wno-everything", "-O2", "-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-disable-vector-combine", "-mllvm", "-inline-threshold=1000000",
+                   "-S", "-emit-llvm", "-o", "-", path]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Failure(f"clang cannot compile the kernels:\n{done.stderr[-3000:]}")
@@ -109,7 +118,7 @@ def compile_metal(source: str) -> dict[str, dict[str, list[str]]]:
 
 def largest_loop(blocks: dict[str, list[str]]) -> list[str]:
     """Return the instructions of the natural loop with the most instructions."""
-    successors = {label: [t for t in re.findall(r"label %(\d+)", lines[-1]) if lines] for label, lines in blocks.items()}
+    successors = {label: re.findall(r"label %(\d+)", lines[-1]) for label, lines in blocks.items()}
     order, loops = list(blocks), []
     for tail, targets in successors.items():
         for head in targets:
@@ -126,7 +135,7 @@ def largest_loop(blocks: dict[str, list[str]]) -> list[str]:
 
 
 def count_llvm(lines: list[str], per: float) -> Counts:
-    """Count instructions, divided by `per`. Loads of device memory count as loads, those of constant and threadgroup memory as look-ups."""
+    """Count instructions, divided by `per`. Loads of constant and threadgroup memory are look-ups."""
     weights = activations = look_ups = arithmetic = 0
     for line in lines:
         operation = re.match(r"(?:%\S+ = )?(?:tail )?([a-z]+)", line)[1]
