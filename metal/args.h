@@ -15,7 +15,7 @@
 // Simdgroups per threadgroup of the rotation; each takes 256 values.
 #define GGML_EXT_METAL_NSG_ROTATE 4
 
-// kernel_ext_rotate: ne0 values per row, strides of the source in bytes, contiguous result.
+// kernel_ext_rotate: ne0 values per row, strides of the source in bytes, contiguous result in the order of the codes (rotation.metal).
 typedef struct {
     int32_t  ne0;
     int32_t  ne1;

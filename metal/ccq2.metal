@@ -13,9 +13,12 @@ template <> struct ggml_ext_unpacker<block_ccq2> {
         code[0] = 121*(uint) x.qs[c]      + 1178;
         code[1] = 121*(uint) x.qs[32 + c] + 1178;
     }
+    void load_group(device const block_ccq2 & x, short c, short g) {
+        code[0] = code[1] = 121*(uint) x.qs[32*(g/4) + c] + 1178;
+    }
     template <typename T> float value(short g, T table) const {
         (void) table;
-        return (float) (code[g/4] >> (9 - 3*(g%4)) & 63) - 32.0f;
+        return (float) ((g < 4 ? code[0] : code[1]) >> (9 - 3*(g%4)) & 63) - 32.0f;
     }
     static float scale(device const block_ccq2 & x, short g) {
         const uint scales = 11u << 24 | 8u << 16 | 6u << 8 | 5u;

@@ -11,9 +11,12 @@ template <> struct ggml_ext_unpacker<block_ditto3> {
     uint low[2], high, codebook[2];
 
     void load(device const block_ditto3 & x, short c) {
-        device const ushort * words = (device const ushort *) x.codebook; // blocks are aligned to two bytes
-        low[0] = x.ql[c];
+        load_group(x, c, 0);
         low[1] = x.ql[32 + c];
+    }
+    void load_group(device const block_ditto3 & x, short c, short g) {
+        device const ushort * words = (device const ushort *) x.codebook; // blocks are aligned to two bytes
+        low[0] = low[1] = x.ql[32*(g/4) + c];
         high   = x.qh[c];
         codebook[0] = words[0] | (uint) words[1] << 16;
         codebook[1] = words[2] | (uint) words[3] << 16;
@@ -21,7 +24,7 @@ template <> struct ggml_ext_unpacker<block_ditto3> {
     template <typename T> float value(short g, T table) const {
         (void) table;
         const uint word = high >> g & 1 ? codebook[1] : codebook[0];
-        return (float) (word >> 8*(low[g/4] >> 2*(g%4) & 3) & 127) - 64.0f;
+        return (float) (word >> 8*((g < 4 ? low[0] : low[1]) >> 2*(g%4) & 3) & 127) - 64.0f;
     }
     static float scale(device const block_ditto3 & x, short g) {
         (void) g;

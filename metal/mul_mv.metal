@@ -61,8 +61,17 @@ void ggml_ext_mul_mv(
     for (int ib = tiisg/lanes::n_lanes; ib < n_blocks; ib += lanes::n_blocks) {
         float yl[n_columns][GGML_EXT_N_PER_LANE];
         FOR_UNROLL (short j = 0; j < n_columns; ++j) {
-            FOR_UNROLL (short g = 0; g < GGML_EXT_N_PER_LANE; ++g) {
-                yl[j][g] = y[j][lanes::n*ib + lanes::n_lanes*g + c];
+            if (unpacker::rotated) { // in the order of the lanes, aligned to 32 bytes
+                device const float4 * y4 = (device const float4 *) (y[j] + lanes::n*ib) + 2*c;
+                const float4 low = y4[0], high = y4[1];
+                FOR_UNROLL (short g = 0; g < 4; ++g) {
+                    yl[j][g]     = low[g];
+                    yl[j][g + 4] = high[g];
+                }
+            } else {
+                FOR_UNROLL (short g = 0; g < GGML_EXT_N_PER_LANE; ++g) {
+                    yl[j][g] = y[j][lanes::n*ib + lanes::n_lanes*g + c];
+                }
             }
         }
         FOR_UNROLL (short r = 0; r < n_rows; ++r) {

@@ -44,7 +44,9 @@ template <short n> static inline void ggml_ext_rotate_back(thread float * v, sho
     ggml_ext_flip_signs<n>(v, lane);
 }
 
-// Rotate rows of activations in blocks of n. A simdgroup takes 256 values and skips those after the end of the row.
+// Rotate rows of activations in blocks of n. A simdgroup takes 256 values and skips those after the end of the row. It writes the values of a
+// block lane by lane, value 8*c + g for weight L*g + c. This is the order of the codes: a sum over k may have any, and so eight weights of
+// a lane meet eight neighbouring activations in mul_mv and mul_mm.
 template <short n>
 kernel void kernel_ext_rotate(
         constant ggml_ext_metal_kargs_rotate & args,
@@ -67,8 +69,8 @@ kernel void kernel_ext_rotate(
     const int  begin  = first + n*(tiisg/n_lanes) + tiisg%n_lanes;
     const bool inside = begin < args.ne0;
 
-    device const float * x = (device const float *) (src + i1*args.nb1 + i2*args.nb2 + i3*args.nb3) + begin;
-    device       float * y = (device float *) dst + (((uint64_t) i3*args.ne2 + i2)*args.ne1 + i1)*args.ne0 + begin;
+    device const float  * x = (device const float *) (src + i1*args.nb1 + i2*args.nb2 + i3*args.nb3) + begin;
+    device       float4 * y = (device float4 *) ((device float *) dst + (((uint64_t) i3*args.ne2 + i2)*args.ne1 + i1)*args.ne0 + first) + 2*tiisg;
 
     float v[GGML_EXT_N_PER_LANE];
     FOR_UNROLL (short i = 0; i < GGML_EXT_N_PER_LANE; ++i) {
@@ -76,9 +78,13 @@ kernel void kernel_ext_rotate(
     }
     ggml_ext_rotate<n>(v, tiisg);
     if (inside) {
-        FOR_UNROLL (short i = 0; i < GGML_EXT_N_PER_LANE; ++i) {
-            y[n_lanes*i] = v[i];
+        float4 low, high;
+        FOR_UNROLL (short i = 0; i < 4; ++i) {
+            low[i]  = v[i];
+            high[i] = v[i + 4];
         }
+        y[0] = low;
+        y[1] = high;
     }
 }
 

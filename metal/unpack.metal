@@ -3,6 +3,7 @@
 //   n, n_groups, rotated   from types.toml
 //   has_table              value() looks up a table of 4096 entries: codes() in constant memory, or entries that `table` makes of them
 //   load(x, c)             loads the data of lane c
+//   load_group(x, c, g)    loads what value(g) of lane c needs; only for types that are not rotated
 //   value(g, table)        code - offset of weight L*g + c, exact; the table is in constant or threadgroup memory
 //   scale(x, g)            the factor of the value
 // The integers equal those of types/<type>.h.

@@ -5,6 +5,10 @@ ext_words ext_load(const uint ib, const uint k) {
     const uint head = ext_half(ib, 0);
     return ext_words(uint[2](ext_word(ib, 2 + 4*k), ext_word(ib, 34 + 4*k)), head >> 8, ext_e5m3(head & 0xff));
 }
+ext_words ext_load_lane(const uint ib, const uint c) {
+    const uint head = ext_half(ib, 0);
+    return ext_words(uint[2](ext_byte(ib, 2 + c), ext_byte(ib, 34 + c)), head >> 8, ext_e5m3(head & 0xff));
+}
 vec4 ext_values(const ext_words w, const uint g) {
     const uint codes = g < 4 ? w.codes[0] : w.codes[1];
     vec4 q;

@@ -2,10 +2,15 @@
 struct ext_words { uint low[2], high, codebook, difference; float d; }; // codebook: first word; difference: its XOR with the second
 #define EXT_OFFSET
 
-ext_words ext_load(const uint ib, const uint k) {
+ext_words ext_add_codebook(const uint ib, const uint low[2], const uint high) {
     const uint first = ext_word(ib, 2) & 0x7f7f7f7f, second = ext_word(ib, 6) & 0x7f7f7f7f;
-    return ext_words(uint[2](ext_word(ib, 10 + 4*k), ext_word(ib, 42 + 4*k)), ext_word(ib, 74 + 4*k), first, first ^ second,
-                     ext_half_to_float(ext_half(ib, 0)));
+    return ext_words(low, high, first, first ^ second, ext_half_to_float(ext_half(ib, 0)));
+}
+ext_words ext_load(const uint ib, const uint k) {
+    return ext_add_codebook(ib, uint[2](ext_word(ib, 10 + 4*k), ext_word(ib, 42 + 4*k)), ext_word(ib, 74 + 4*k));
+}
+ext_words ext_load_lane(const uint ib, const uint c) {
+    return ext_add_codebook(ib, uint[2](ext_byte(ib, 10 + c), ext_byte(ib, 42 + c)), ext_byte(ib, 74 + c));
 }
 vec4 ext_values(const ext_words w, const uint g) {
     const uint low    = g < 4 ? w.low[0] : w.low[1];

@@ -20,6 +20,15 @@ ext_words ext_load(const uint ib, const uint k) {
     w.d    = ext_half_to_float(ext_half(ib, 0));
     return w;
 }
+ext_words ext_load_lane(const uint ib, const uint c) {
+    ext_words w;
+    [[unroll]] for (uint i = 0; i < 4; ++i) {
+        w.low[i] = ext_byte(ib, 2 + 32*i + c);
+    }
+    w.high = ext_byte(ib, 130 + c);
+    w.d    = ext_half_to_float(ext_half(ib, 0));
+    return w;
+}
 vec4 ext_values(const ext_words w, const uint g) {
     const uint low   = w.low[2*(g/2 & 1) + g/4] >> 4*(g & 1) & 0x0f0f0f0f, high = g < 4 ? w.high << (4 - g) : w.high >> (g - 4);
     const uint index = low | (high & 0x10101010);

@@ -64,7 +64,7 @@ static bool ggml_ext_vk_no_subgroups() {
 // --- activations -----------------------------------------------------------------------------------------------------
 
 // Whether a product reads its activations from a copy in prealloc_y. Rotated types always do, because the copy rotates. mul_mm does for
-// all types, because its shaders only take F16 activations.
+// all types, because its shaders only take F16 activations in the order of the codes.
 static bool ggml_ext_vk_copies_y(const ggml_tensor * w, bool is_mul_mm) {
     return is_mul_mm ? ggml_ext_vk_is_weight_type(w->type) : ggml_ext_vk_rotated_block(w->type) != 0;
 }
@@ -73,11 +73,16 @@ static bool ggml_ext_vk_copies_y(const ggml_tensor * w, bool is_mul_mm) {
 static vk_pipeline ggml_ext_vk_get_y_pipeline(ggml_backend_vk_context * ctx, const ggml_tensor * w, const ggml_tensor * x, const ggml_tensor * dst,
                                               ggml_type y_type) {
     const int block = ggml_ext_vk_rotated_block(w->type);
-    if (block == 0) {
+    const bool is_mul_mm = y_type == GGML_TYPE_F16; // mul_mat_vec reads F32
+    if (block == 0 && !(is_mul_mm && ggml_ext_vk_is_weight_type(w->type))) {
         return ggml_vk_get_cpy_pipeline(ctx, x, dst, y_type);
     }
-    GGML_ASSERT(x->type == GGML_TYPE_F32 && (y_type == GGML_TYPE_F32 || y_type == GGML_TYPE_F16));
-    return ctx->device->pipeline_ggml_ext_rotate[ggml_ext_vk_rotate_index(block)][y_type == GGML_TYPE_F16];
+    GGML_ASSERT(x->type == GGML_TYPE_F32 && (is_mul_mm || y_type == GGML_TYPE_F32));
+    if (block == 0) {
+        GGML_ASSERT(ggml_blck_size(w->type) == 256);
+        return ctx->device->pipeline_ggml_ext_reorder;
+    }
+    return ctx->device->pipeline_ggml_ext_rotate[ggml_ext_vk_rotate_index(block)][is_mul_mm];
 }
 
 // --- supported operations --------------------------------------------------------------------------------------------

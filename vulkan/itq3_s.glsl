@@ -5,6 +5,9 @@ struct ext_words { uint low[2], high; vec2 dz; };
 ext_words ext_load(const uint ib, const uint k) {
     return ext_words(uint[2](ext_word(ib, 4 + 4*k), ext_word(ib, 36 + 4*k)), ext_word(ib, 68 + 4*k), unpackHalf2x16(ext_word(ib, 0)));
 }
+ext_words ext_load_lane(const uint ib, const uint c) {
+    return ext_words(uint[2](ext_byte(ib, 4 + c), ext_byte(ib, 36 + c)), ext_byte(ib, 68 + c), unpackHalf2x16(ext_word(ib, 0)));
+}
 vec4 ext_values(const ext_words w, const uint g) {
     const uint low = (g < 4 ? w.low[0] : w.low[1]) >> 2*(g & 3), high = g < 2 ? w.high << (2 - g) : w.high >> (g - 2);
     return ext_bytes((low & 0x03030303) | (high & 0x04040404));

@@ -1,12 +1,12 @@
-// Body of upstream's load_a_to_shmem(): unpack LOAD_VEC_A = 4 weights of one group.
+// Body of upstream's load_a_to_shmem(): unpack LOAD_VEC_A = 8 weights, one lane. The copy of the activations has the order of the lanes too.
     const uint idx = pos_a + col * p.stride_a / LOAD_VEC_A + row;
     const uint k_pair = row * LOAD_VEC_A / 2;
-    const uint in_block = idx % (QUANT_K/4), n_words = QUANT_K/32;
-    const ext_words w = ext_load(idx / (QUANT_K/4), in_block % n_words);
-    vec4 v = ext_values(w, in_block / n_words);
+    const ext_words w = ext_load_lane(idx / (QUANT_K/8), idx % (QUANT_K/8));
+    [[unroll]] for (uint i = 0; i < 4; ++i) {
+        vec2 v = vec2(ext_values(w, 2*i).x, ext_values(w, 2*i + 1).x);
 #ifdef EXT_OFFSET
-    v -= ext_offset(w);
+        v -= ext_offset(w);
 #endif
-    v *= ext_scale(w);
-    store_a(col, k_pair,     FLOAT_TYPEV2(v.xy));
-    store_a(col, k_pair + 1, FLOAT_TYPEV2(v.zw));
+        v *= ext_scale(w);
+        store_a(col, k_pair + i, FLOAT_TYPEV2(v));
+    }

@@ -1,4 +1,4 @@
-// Pipelines of mul_mat_vec, get_rows and the rotation. Included in ggml_vk_load_shaders(), in its loop over workgroup sizes w.
+// Pipelines of mul_mat_vec, get_rows and the copies of activations. Included in ggml_vk_load_shaders(), in its loop over workgroup sizes w.
 {
     // Each subgroup has rows of its own and shares the table. Without subgroup arithmetic, or if a subgroup is smaller than the threads
     // of a block, the workgroup has the rows. Both values of w give the same pipelines.
@@ -31,6 +31,8 @@
 #define GGML_EXT_X(block, is_f16, type) \
         ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_rotate[ggml_ext_vk_rotate_index(block)][is_f16], "ggml_ext_rotate_" #block "_" #type, \
             ggml_ext_rotate_##block##_##type##_len, ggml_ext_rotate_##block##_##type##_data, "main", 2, sizeof(vk_op_unary_push_constants), {512, 1, 1}, {}, 1);
+        ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_reorder, "ggml_ext_reorder_256_f16", ggml_ext_reorder_256_f16_len,
+            ggml_ext_reorder_256_f16_data, "main", 2, sizeof(vk_op_unary_push_constants), {512, 1, 1}, {}, 1);
         GGML_EXT_X(32,  0, f32)
         GGML_EXT_X(32,  1, f16)
         GGML_EXT_X(64,  0, f32)

@@ -1,11 +1,17 @@
 #version 450
 // Rotate activations into prealloc_y, with the bindings, push constants and grid of upstream's copies: 512 values per workgroup.
-// The source may have any strides; the result is contiguous.
+// The source may have any strides; the result is contiguous. For mul_mm (F16) it has the order of the codes, for mul_mat_vec (F32), whose
+// threads load words of codes, that of the row.
 #extension GL_EXT_control_flow_attributes : enable
 #extension GL_EXT_shader_16bit_storage : require
 #include "generic_unary_head.glsl"
 #define EXT_VALUES 512
 #include "ggml_ext/rotation.glsl"
+#ifdef EXT_ORDER
+#include "ggml_ext/order.glsl"
+#else
+uint ext_ordered(const uint j) { return j; }
+#endif
 
 layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
 
@@ -30,7 +36,7 @@ void main() {
         const uint j = first + ext_position(item);
         [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
             if (j + EXT_R*i < p.ne) {
-                data_d[get_doffset() + dst_idx(j + EXT_R*i)] = D_TYPE(v[i]);
+                data_d[get_doffset() + dst_idx(ext_ordered(j + EXT_R*i))] = D_TYPE(v[i]);
             }
         }
     }

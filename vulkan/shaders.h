@@ -37,9 +37,10 @@ static void ggml_ext_shaders(const std::string & type, const std::string & data_
     ggml_ext_shader("get_rows_" + type + "_f32", "ggml_ext_get_rows.comp", {{data_a_key, "1"}, {"B_TYPE", "int"}, {"D_TYPE", "float"}});
 }
 
-static void ggml_ext_rotation_shaders() {
+static void ggml_ext_activation_shaders() {
     for (const std::string block : {"32", "64", "256"}) {
         ggml_ext_shader("ggml_ext_rotate_" + block + "_f32", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"A_TYPE", "float"}, {"D_TYPE", "float"}});
-        ggml_ext_shader("ggml_ext_rotate_" + block + "_f16", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"A_TYPE", "float"}, {"D_TYPE", "float16_t"}});
+        ggml_ext_shader("ggml_ext_rotate_" + block + "_f16", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"EXT_ORDER", block}, {"A_TYPE", "float"}, {"D_TYPE", "float16_t"}});
     }
+    ggml_ext_shader("ggml_ext_reorder_256_f16", "ggml_ext_reorder.comp", {{"EXT_ORDER", "256"}, {"A_TYPE", "float"}, {"D_TYPE", "float16_t"}});
 }

@@ -51,6 +51,11 @@ uint ext_byte_before(const uint ib, const uint plane, const uint k, const uint f
     const uint previous = ext_half(ib, plane*EXT_LANES + 4*k) >> 8;
     return k == 0 ? first : previous;
 }
+// Returns bytes c - 1 and c of a plane; byte -1 is `first`.
+uint ext_two_bytes(const uint ib, const uint plane, const uint c, const uint first) {
+    const uint offset = 2 + plane*EXT_LANES + c, last = ext_byte(ib, offset) & 0xff;
+    return (c == 0 ? first : ext_byte(ib, offset - 1) & 0xff) | last << 8;
+}
 
 #if EXT_TRELLIS_V == 2
 // bytes -2 ... 1 and 0 ... 3 of the low bits; high bits from step -16 on for K = 3
@@ -64,6 +69,18 @@ ext_words ext_load(const uint ib, const uint k) {
 #if EXT_TRELLIS_K == 3
     const uint high = ext_word(ib, EXT_LANES + 2*k);
     w.high = k == 0 ? (high & 0xffff0000) | (head >> 8 & 3) << 14 : high;
+#endif
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
+ext_words ext_load_lane(const uint ib, const uint c) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), low = ext_half(ib, c) >> 8*(c & 1) | ext_half(ib, c + 2) << (16 - 8*(c & 1));
+    w.low[0] = c == 0 ? low & 0xffffff00 : low;
+#if EXT_TRELLIS_K == 3
+    const uint offset = 2 + EXT_LANES + c/2; // two lanes have a byte of high bits
+    const uint before = c < 2 ? (head >> 8 & 3) << 6 : ext_byte(ib, offset - 1) & 0xff;
+    w.high = (before | (ext_byte(ib, offset) & 0xff) << 8) << (8 - 4*(c & 1));
 #endif
     w.d = ext_e5m3(head & 0xff);
     return w;
@@ -89,6 +106,13 @@ ext_words ext_load(const uint ib, const uint k) {
     w.d = ext_e5m3(head & 0xff);
     return w;
 }
+ext_words ext_load_lane(const uint ib, const uint c) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), low0 = ext_two_bytes(ib, 0, c, 0), low1 = ext_two_bytes(ib, 1, c, head >> 8);
+    w.window[0] = (low0 & 0xff) | (low1 & 0xff) << 8 | (low0 & 0xff00) << 8 | (low1 & 0xff00) << 16;
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
 #define EXT_INDEX(w, g, b) (w.window[b] >> 2*(g + 3) & 0xfff)
 
 #elif EXT_TRELLIS_K == 3
@@ -104,6 +128,16 @@ ext_words ext_load(const uint ib, const uint k) {
     const uint l0 = ext_word(ib, 2 + 4*k), l1 = ext_word(ib, 2 + EXT_LANES + 4*k), h = ext_word(ib, 2 + 2*EXT_LANES + 4*k);
     const uint l1_before = l1 << 8 | ext_byte_before(ib, 1, k, start), h_before = h << 8 | ext_byte_before(ib, 2, k, (start & 3) << 6);
     return ext_words(uint[2][2](ext_windows(l1_before, l0), ext_windows(l0, l1)), ext_windows(h_before, h), ext_e5m3(head & 0xff));
+}
+ext_words ext_load_lane(const uint ib, const uint c) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), start = head >> 8;
+    const uint low0 = ext_byte(ib, 2 + c) & 0xff, low1 = ext_two_bytes(ib, 1, c, start);
+    w.low[0][0] = (low1 & 0xff) | low0 << 8;
+    w.low[1][0] = low0 | (low1 & 0xff00);
+    w.high[0]   = ext_two_bytes(ib, 2, c, (start & 3) << 6);
+    w.d = ext_e5m3(head & 0xff);
+    return w;
 }
 // shifts high bits g - 3 ... g to bit 8
 #define EXT_HIGH(word, b, g) (16*(b/2) + g < 3 ? (word) << (3 - g) : (word) >> (16*(b/2) + g - 3))
@@ -125,6 +159,15 @@ ext_words ext_load(const uint ib, const uint k) {
         w.windows[0][b] = (b == 0 ? before : ext_get_byte(l[3], b - 1)) | ext_get_byte(l[0], b) << 8 | l1 << 16 | l2 << 24;
         w.windows[1][b] = l1 | l2 << 8 | ext_get_byte(l[3], b) << 16;
     }
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
+ext_words ext_load_lane(const uint ib, const uint c) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), l1 = ext_byte(ib, 2 + EXT_LANES + c) & 0xff, l2 = ext_byte(ib, 2 + 2*EXT_LANES + c) & 0xff;
+    const uint l3 = ext_two_bytes(ib, 3, c, head >> 8), l12 = l1 | l2 << 8;
+    w.windows[0][0] = (l3 & 0xff) | (ext_byte(ib, 2 + c) & 0xff) << 8 | l12 << 16;
+    w.windows[1][0] = l12 | (l3 & 0xff00) << 8;
     w.d = ext_e5m3(head & 0xff);
     return w;
 }

@@ -1,6 +1,7 @@
 // The unpack interface in GLSL, included where data_a is declared. A block of n = QUANT_K = 256, 64 or 32 weights has n/32 threads.
 // Thread k has word k of every bit plane: the 32 weights L*g + 4*k + b, L = n/8, g = 0 ... 7, b = 0 ... 3. A type defines:
 //   ext_words                the data of thread k, from ext_load(block, k)
+//   ext_load_lane(block, c)  the same with byte c of every plane as byte 0: ext_values(words, g).x is weight L*g + c of lane c = 0 ... L - 1
 //   ext_values(words, g)     the four weights of group g: (code - offset) times the integer scale, exact; or the codes, see EXT_OFFSET
 //   EXT_OFFSET               if defined, the caller subtracts ext_offset(words)
 //   ext_scale(words)         the factor of the values
@@ -15,6 +16,13 @@ uint ext_word(const uint ib, const uint offset) { return data_a[ib].w[offset/4];
 #else
 uint ext_half(const uint ib, const uint offset) { return uint(data_a[ib].w[offset/2]); }
 uint ext_word(const uint ib, const uint offset) { return ext_half(ib, offset) | ext_half(ib, offset + 2) << 16; }
+#endif
+
+// The byte of a block at `offset`, with other bytes above it.
+#if EXT_WORD_BITS == 32
+uint ext_byte(const uint ib, const uint offset) { return data_a[ib].w[offset/4] >> 8*(offset & 3); }
+#else
+uint ext_byte(const uint ib, const uint offset) { return ext_half(ib, offset) >> 8*(offset & 1); }
 #endif
 
 // Four bytes as floats. Compilers recognize byte conversions in this form; ACO misses them after unpack8().

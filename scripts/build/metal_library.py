@@ -74,10 +74,10 @@ def mul_mm(tree: Path) -> list[str]:
     return parts
 
 
-def flatten(path: Path, tree: Path) -> list[str]:
+def flatten(path: Path, tree: Path | None) -> list[str]:
     """Return a file's lines with its includes expanded."""
     if path.name == "mul_mm.metal":
-        return mul_mm(tree)
+        return mul_mm(tree) if tree else []
     if path.name == "codes.metal":
         return code_tables()
     lines = path.read_text().splitlines()
@@ -93,8 +93,8 @@ def flatten(path: Path, tree: Path) -> list[str]:
     return out
 
 
-def library(tree: Path) -> str:
-    """Return the flattened file for a tree of llama.cpp."""
+def library(tree: Path | None) -> str:
+    """Return the flattened file for a tree of llama.cpp; with None without upstream's two templates."""
     return "\n".join(flatten(METAL / "library.metal", tree)) + "\n"
 
 

@@ -208,7 +208,7 @@ def test_get_rows_is_bit_equal(lib, name, n):
 
 @pytest.mark.parametrize("name, n", [(name, n) for name, n in types_and_lengths(64, 576, 1344) if TYPES[name].rotated])
 def test_rotation_is_bit_equal(lib, name, n):
-    """Strided activations, rotated into the memory after the result."""
+    """Strided activations, rotated into the memory after the result, in the order of the codes."""
     buffer = np.random.default_rng(3).standard_normal((2, 3, 5, n)).astype(np.float32)
     x = buffer.transpose(1, 2, 0, 3)
     with Graph() as g:
@@ -216,7 +216,9 @@ def test_rotation_is_bit_equal(lib, name, n):
         node = g.node("mul_mat", g.tensor(type_id(name), native.random_blocks(lib, name, (7, n), 4), (7, n)), view)
         g.run(g.plan(node), view, node)
         actual = g.read_after(node, (7 * x[..., 0].size * 4 + 31) // 32 * 32, x.shape)
-    assert np.array_equal(actual.view(np.uint32), rotate_for(lib, name, x).view(np.uint32))
+    # lane by lane: the eight values of byte c of a block's planes follow one another
+    expected = np.swapaxes(rotate_for(lib, name, x).reshape(*x.shape[:-1], -1, 8, TYPES[name].block_size // 8), -1, -2)
+    assert np.array_equal(actual.view(np.uint32), expected.reshape(x.shape).view(np.uint32))
 
 
 # rows around those of a simdgroup (4) and of a threadgroup (8 or 16); columns around passes of four and the switch to mul_mm

@@ -8,24 +8,19 @@ from collections import Counter
 
 import pytest
 
+import kernel_counts
 import llama_cpp
-import metal_library
 from helpers import native
 from helpers.blocks import TYPE_NAMES
 from helpers.metal_host import device
 
 HOST = native.ROOT / "tests" / "metal_host"
-ATTRIBUTE = re.compile(r"\[\[\s*\w+(?:\(.*?\))?\s*\]\]")
 
 
 def lint(text: str) -> list[str]:
-    """Check Metal source as OpenCL C++, which has the same address spaces, and return the errors."""
+    """Check Metal source as OpenCL C++ and return the errors."""
     index = pytest.importorskip("clang.cindex")
-    # unused templates are not instantiated: keep the kernels' instantiations without their attributes
-    text = re.sub(r'\[\[host_name\("[^"]+"\)\]\]\s*kernel', "", text)
-    text = re.sub(r"^kernel void", "void", ATTRIBUTE.sub("", text), flags=re.M)
-    text = re.sub(r"^constant (\w+) (FC_\w+)\s*;", r"constant \1 \2 = 1;", text, flags=re.M)
-    text = (HOST / "address_spaces.h").read_text() + text
+    text = kernel_counts.as_opencl(text)
     arguments = ["-x", "cl", "-cl-std=clc++2021", "-target", "spir64", "-cl-no-stdinc", "-Xclang", "-cl-ext=-all,+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_fp64",
                  "-ferror-limit=0", "-Wno-everything"]
     unit = index.Index.create().parse("library.cl", args=arguments, unsaved_files=[("library.cl", text)])
@@ -33,20 +28,14 @@ def lint(text: str) -> list[str]:
     return [f"{d.spelling}: {lines[d.location.line - 1].strip()}" for d in unit.diagnostics if d.severity >= index.Diagnostic.Error]
 
 
-def lint_source(monkeypatch) -> str:
+def lint_source() -> str:
     """Return our library without upstream's mul_mm, instantiating instead the function that it calls."""
-    monkeypatch.setattr(metal_library, "mul_mm", lambda tree: [])
-    tree = native.BUILD / "llama.cpp" / metal_library.KERNELS
-    parts = [(tree.parent / "ggml-metal-impl.h").read_text(), (tree / "common.h").read_text().replace('#include "ggml-metal-impl.h"', ""),
-             metal_library.library(tree)]
-    lines = [line for line in "".join(parts).replace("#include <metal_stdlib>", "").split("\n")
-             if "mul_mm<" not in line and "mul_mm_id<" not in line and line not in ("#pragma once", '#include "common.h"')]
-    lines += [f"template void ggml_ext_dequantize<block_{name}, half4x4>(device const block_{name} *, short, thread half4x4 &);" for name in TYPE_NAMES]
-    return "\n".join(lines)
+    functions = [f"template void ggml_ext_dequantize<block_{name}, half4x4>(device const block_{name} *, short, thread half4x4 &);" for name in TYPE_NAMES]
+    return "\n".join([kernel_counts.metal_library_text(native.BUILD / "llama.cpp"), *functions])
 
 
-def test_address_spaces_are_right(monkeypatch):
-    assert lint(lint_source(monkeypatch)) == []
+def test_address_spaces_are_right():
+    assert lint(lint_source()) == []
 
 
 @pytest.mark.parametrize("original, broken", [
@@ -56,8 +45,8 @@ def test_address_spaces_are_right(monkeypatch):
     ("static constant const table::code * codes() {", "static device const table::code * codes() {"),
     ("(device const float *) (src + ", "(threadgroup const float *) (src + "),
 ])
-def test_wrong_address_spaces_are_detected(monkeypatch, original, broken):
-    text = lint_source(monkeypatch)
+def test_wrong_address_spaces_are_detected(original, broken):
+    text = lint_source()
     assert original in text and lint(text.replace(original, broken))
 
 
