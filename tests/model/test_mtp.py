@@ -134,7 +134,8 @@ def test_layer_by_layer_equals_llama_imatrix(predictor, text, tmp_path, float32_
 
 
 @pytest.mark.parametrize(("options", "expected"), [
-    ((), "itq2_t"), (("--no-propagate",), "itq2_t"), (("--no-calibration",), "q5_k"), (("--target-bpw", 3, "--no-propagate", "--no-target-check", "--sensitivity", "usual"), "q5_k"),
+    ((), "itq2_t"), (("--no-propagate",), "itq2_t"), (("--no-calibration",), "q5_k"),
+    (("--target-bpw", 3, "--target-types", "itq2_t,q8_0", "--no-propagate", "--no-target-check", "--sensitivity", "usual"), "q5_k"),
 ], ids=("sequential", "calibrated", "without", "target"))
 def test_layers_have_the_type_if_they_are_calibrated(predictor, options, expected, tmp_path):
     kind = () if "--target-bpw" in options else ("--type", "itq2_t")
