@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
@@ -24,7 +24,6 @@ from .._encode.codec import Codec
 from .._encode.encode_tensor import Chunk, SourceTensor, encode_tensor
 from .._encode.tensor_calibration import MetricCache
 from .._formats.cache_names import choice_cache_name
-from .._formats.column_scales import ColumnScales, ScaledFile
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.language_model import describe_other_model
 from .._formats.tensor_types import SOURCE_TYPES
@@ -58,8 +57,7 @@ class ErrorMeasurement:
 
     file: GGUFFile
     plan: QuantizationPlan  # knows which tensors use the imatrix
-    importance: Importance  # without column scales
-    scales: ColumnScales  # of the output
+    importance: Importance
     codec: Codec
     n_threads: int
     console: Console
@@ -99,16 +97,15 @@ class ErrorMeasurement:
             "model": self.file.fingerprints(),
             "importance": [self.importance.title, [fingerprint(p) for p in self.importance.paths()], *excluded],
             "encoder": self.codec.list_dependencies(),
-            "column scales": self.scales.digest(),
         }
 
     def _measure_sample(self, planned: PlannedTensor, qtype: GGMLQuantizationType, cache: MetricCache) -> float:
-        """Measure the NMSE of a sample of a tensor's rows, with column scales."""
+        """Measure the NMSE of a sample of a tensor's rows."""
         if qtype == planned.tensor.type:
             return 0.0
         codec = self.codec.with_one_thread()  # tensors are measured in parallel
-        calibration = replace(self.importance, scales=self.scales).calibrate(planned, qtype, codec, cache)
-        source = SourceTensor(ScaledFile(self.file, self.scales), planned.tensor, codec)
+        calibration = self.importance.calibrate(planned, qtype, codec, cache)
+        source = SourceTensor(self.file, planned.tensor, codec)
         return encode_tensor(source, qtype, calibration, sample=choose_sample(planned.tensor)).best_known_nmse
 
     def _measure_errors(self, items: Sequence[Item], writer: RecordWriter) -> None:

@@ -274,12 +274,10 @@ def plan_job_for_target(
     if allocation is None:
         model.plan_parts(plan, settings, candidates)  # smallest sizes: fail before calibration
         importance = calibrate_for_plan(settings, model, plan, console)
-        scales = choose_scales(settings, model, plan, importance, console)
         measurement = ErrorMeasurement(
             file=file,
             plan=plan,
             importance=importance,
-            scales=scales,
             codec=codec,
             n_threads=settings.n_threads,
             console=console,
@@ -289,6 +287,7 @@ def plan_job_for_target(
             text=settings.calibration.text,
             sensitivity=settings.types.sensitivity,
         )
+        scales = choose_scales(settings, model, plan, importance, console)
         header = find_largest_header(settings, file, plan, items, replace(importance, scales=scales))
         allocation = allocate_types(target, items, header, measurement, list_fixed_types(settings, file, uses))
     allocation.apply(plan)
@@ -299,7 +298,7 @@ def plan_job_for_target(
         check_source(file, plan_of_part(plan, settings), codec, console, n_threads=settings.n_threads, candidates={})
     config, notes = prepare_propagation(plan, settings, model, console)
     console.notes(notes)
-    importance.scales = scales
+    importance.scales = scales  # errors without them choose better types (docs/results/column-scales.md)
     return QuantizationJob(file, plan, choices, codec, importance, allocation, propagation_config=config)
 
 

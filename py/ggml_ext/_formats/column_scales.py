@@ -9,7 +9,6 @@ unscaled model need the same scales: ggml_ext/hooks/ggml-ext-column-scales.h.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,10 +59,6 @@ class ColumnScales:
         axes = ((COLUMNS, self.columns), (ROWS, self.rows))
         lines = [f"{name} {axis} {_to_text(exponents)}" for axis, by_name in axes for name, exponents in by_name.items()]
         return [string_value(KEY, "\n".join(lines))] if lines else []
-
-    def digest(self) -> str:
-        """Return a hash of the scales, hexadecimal; empty without scales."""
-        return "".join(hashlib.sha256(entry.raw).hexdigest() for entry in self.metadata())
 
     @classmethod
     def read(cls, file: GGUFFile) -> ColumnScales:
