@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ggml_ext import WEIGHT_TYPES
 from ggml_ext._evaluation.figures import Figure, parse_perplexity
+from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.programs import tool_path
 from ggml_ext._plan.file_types import FP4_FILES
@@ -74,6 +75,23 @@ def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, t
                program: list | None = None) -> Figure:
     """Measure the perplexity of a model on a text; RuntimeError if llama-perplexity fails or gives no final estimate."""
     return run_perplexity("final estimate", parse_perplexity, model, n_ctx, threads, "-f", text, "--chunks", n_chunks, program=program)
+
+
+def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int, *args) -> BaseLogits:
+    """Run the model on the text and write its log-probabilities to `out`, completely or not at all. args: further options."""
+    part = out.with_name(out.name + ".part")
+
+    def has_header(_: str) -> bool | None:
+        return (part.exists() and part.stat().st_size >= BaseLogits.HEADER.size) or None
+
+    try:
+        run_perplexity("logits", has_header, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
+                       "--kl-divergence-base", part)
+        BaseLogits.read(part)
+        os.replace(part, out)
+    finally:
+        part.unlink(missing_ok=True)
+    return BaseLogits.read(out)
 
 
 def split_text(text: Path, directory: Path) -> tuple[Path, Path]:
