@@ -11,10 +11,6 @@
 
 namespace ggml_ext {
 
-static bool is_product(const ggml_tensor * t) {
-    return (t->op == GGML_OP_MUL_MAT || t->op == GGML_OP_MUL_MAT_ID) && is_weight(t->src[0]);
-}
-
 // The router selects experts. Selection has no gradient, so it counts as a constant.
 static bool is_router(const ggml_tensor * t) {
     return strstr(t->src[0]->name, "ffn_gate_inp") != nullptr;

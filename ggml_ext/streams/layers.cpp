@@ -31,8 +31,8 @@ int layered_graph::position(const ggml_tensor * t) const {
     return it == positions.end() ? -1 : it->second;
 }
 
-static bool is_product(const ggml_tensor * node) {
-    return (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && is_weight(node->src[0]);
+bool is_product(const ggml_tensor * t) {
+    return (t->op == GGML_OP_MUL_MAT || t->op == GGML_OP_MUL_MAT_ID) && is_weight(t->src[0]);
 }
 
 // The tensor whose memory a tensor is in.

@@ -21,6 +21,9 @@ namespace ggml_ext {
 
 bool is_weight(const ggml_tensor * t);
 
+// Whether a node multiplies with a weight matrix, or with the matrices of experts.
+bool is_product(const ggml_tensor * t);
+
 // Keep the value of a tensor until the graph has been computed.
 void keep_value(ggml_tensor * t);
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import metal_library
-from pinned import Failure
+from pinned import Failure, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "tests" / "metal_host"
@@ -227,12 +227,7 @@ def main() -> int:
     parser.add_argument("backend", choices=["metal", "vulkan"])
     parser.add_argument("tree", type=Path)
     args = parser.parse_args()
-    try:
-        (count_metal if args.backend == "metal" else count_vulkan)(args.tree)
-    except (Failure, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    return run_script(lambda: (count_metal if args.backend == "metal" else count_vulkan)(args.tree))
 
 
 if __name__ == "__main__":

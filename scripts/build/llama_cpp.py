@@ -24,11 +24,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import metal_library
 import patch_rebase
-from pinned import Failure, cache_dir, fetch
+from pinned import Failure, cache_dir, fetch, run_script
 
 try:
     import tomllib
@@ -229,19 +230,13 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--work", type=Path, default=ROOT / "build" / "rebase")
     sub.add_argument("--merged", type=Path)
     args = parser.parse_args(argv)
-    try:
-        if args.command == "tree":
-            print(pristine_tree())
-        elif args.command == "patch":
-            patch_tree(args.source, args.dest)
-        elif args.command == "rebase":
-            return rebase(args.new, args.work, args.merged)
-        else:
-            return check(args.source or pristine_tree())
-    except (Failure, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    actions: dict[str, Callable[[], int | None]] = {
+        "tree": lambda: print(pristine_tree()),
+        "patch": lambda: patch_tree(args.source, args.dest),
+        "rebase": lambda: rebase(args.new, args.work, args.merged),
+        "check": lambda: check(args.source or pristine_tree()),
+    }
+    return run_script(actions[args.command])
 
 
 if __name__ == "__main__":

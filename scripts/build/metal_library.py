@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from pinned import Failure
+from pinned import Failure, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 METAL = ROOT / "metal"
@@ -101,12 +101,7 @@ def library(tree: Path | None) -> str:
 def main() -> int:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    try:
-        print(library(Path(sys.argv[1])), end="")
-    except (Failure, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    return run_script(lambda: print(library(Path(sys.argv[1])), end=""))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,21 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 
 class Failure(Exception):
     """An error in one line, for the user."""
+
+
+def run_script(run: Callable[[], int | None]) -> int:
+    """Run a script and return its exit code: run()'s, or 0 for None; 1, after one line, on Failure or OSError."""
+    try:
+        return run() or 0
+    except (Failure, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
 
 
 def cache_dir() -> Path:

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from llama_cpp import PIN, pristine_tree, version
-from pinned import Failure, cache_dir, sha256
+from pinned import Failure, cache_dir, run_script, sha256
 
 # required by llama.cpp's scripts/ui-assets.cmake
 REQUIRED = ("index.html", "manifest.webmanifest", "sw.js", "build.json", "_app/version.json", "**/bundle*.js", "**/bundle*.css",
@@ -122,12 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.parse_args(argv)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    try:
-        print(build())
-    except (Failure, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    return run_script(lambda: print(build()))
 
 
 if __name__ == "__main__":

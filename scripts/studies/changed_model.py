@@ -9,17 +9,26 @@ import gguf
 import numpy as np
 
 
+def copy_field(writer: gguf.GGUFWriter, name: str, field: gguf.ReaderField, value: Any = None) -> None:
+    """Add an entry of another file's metadata, with another value unless it is None."""
+    kind = field.types[0]
+    writer.add_key_value(name, field.contents() if value is None else value, kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_changed(reader: gguf.GGUFReader, path: Path, tensors: Iterable[tuple[str, np.ndarray]], changed: Mapping[str, Any]) -> None:
     """Write the metadata of a file, with `changed` values by key, and `tensors`, by name."""
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
-            kind = field.types[0]
-            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, changed.get(name, field.contents()), kind, sub)
+            copy_field(writer, name, field, changed.get(name))
     for name, values in tensors:
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -7,6 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from changed_model import copy_field, finish
+
 MATRICES, NORMS = ("attn_output", "ffn_gate", "ffn_up", "ffn_down"), ("attn_norm", "ffn_norm")
 MTP_NORMS = ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
 
@@ -54,7 +56,7 @@ def write_with_mtp_layers(source: Path, out: Path, layers: Sequence[Layer]) -> P
         writer.add_float32(f"mimo2.rope.{key}", 10000.0)
     for key, field in reader.fields.items():
         if key.startswith("tokenizer."):
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None)
+            copy_field(writer, key, field)
     heads = {"attn_q": n_heads, "attn_k": n_kv}
     for name, values in (weights := read_weights(reader)).items():
         stem = name.split(".")[-2]
@@ -66,8 +68,5 @@ def write_with_mtp_layers(source: Path, out: Path, layers: Sequence[Layer]) -> P
             writer.add_tensor(f"blk.{i}.{name}.weight", values.astype(np.float16))
         for name in (*NORMS, *MTP_NORMS):
             writer.add_tensor(f"blk.{i}.{name}.weight", layer[name].astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return out

@@ -106,7 +106,7 @@ def print_peak(args: argparse.Namespace) -> None:
         n_rows, n_cols = map(int, shape.split("x"))
         for name in args.types.lower().split(","):
             cost = columns_cost(name, (n_rows, n_cols), n_columns, args.rounds, args.threads, args.copies_mb << 20)
-            peak = int8_peak()  # anew for each type, since the clock varies
+            peak = int8_peak()  # again for each type, since the clock varies
             rates = {n: n_rows * n_cols * n / cost[n] / args.threads for n in n_columns}
             print(f"| {shape} | {name.upper()} | " + " | ".join(f"{r / 1e9:.0f} ({100 * r / peak:.0f} %)" for r in rates.values()) + " |", flush=True)
 

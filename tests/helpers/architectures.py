@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf
 
+from helpers.models import copy_field, finish
 from helpers.native import BUILD, require_built
 
 BASE = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127)), "\u2581"]
@@ -33,7 +34,7 @@ def add_vocabulary(source: Path, out: Path) -> Path:
     for name, field in reader.fields.items():
         is_empty = not field.types or (field.types[0] == ARRAY and len(field.types) < 2)
         if not is_empty and not name.startswith(("GGUF.", "tokenizer.")) and name != "general.architecture":
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[1] if field.types[0] == ARRAY else None)
+            copy_field(writer, name, field)
     n = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([*BASE, *(f"token{i}" for i in range(len(BASE), n))][:n])
@@ -43,8 +44,5 @@ def add_vocabulary(source: Path, out: Path) -> Path:
     writer.add_eos_token_id(2)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return out

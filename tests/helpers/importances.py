@@ -11,7 +11,7 @@ import numpy as np
 
 from ggml_ext._formats import gguf_file
 from helpers.commands import tool
-from helpers.models import gaussian, read_tensors, write_gguf
+from helpers.models import finish, gaussian, read_tensors, write_gguf
 
 UP, DOWN, EXPERTS = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "blk.0.ffn_gate_exps.weight"
 
@@ -33,10 +33,7 @@ def write_imatrix(path: Path, entries: dict, keys=True, datasets=("some/text.txt
         writer.add_tensor(f"{name}.in_sum2", sums)
         if counts is not None:
             writer.add_tensor(f"{name}.counts", np.float32(counts).reshape(-1, 1))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -12,6 +12,20 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(os.environ.get("GGML_EXT_TEST_MODEL", ROOT / "data" / "model-f16.gguf"))
 
 
+def copy_field(writer: gguf.GGUFWriter, name: str, field: gguf.ReaderField, value=None) -> None:
+    """Add an entry of another file's metadata, with another value unless it is None."""
+    kind = field.types[0]
+    writer.add_key_value(name, field.contents() if value is None else value, kind, field.types[1] if kind == gguf.GGUFValueType.ARRAY else None)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(path: Path, tensors: dict[str, np.ndarray], qtype: str = "F16", arch: str = "llama", fill=None) -> Path:
     """Write a GGUF file of float32 arrays stored as qtype (vectors as F32); fill(writer) adds metadata."""
     writer = gguf.GGUFWriter(path, arch)
@@ -20,10 +34,7 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], qtype: str = "F16", a
     for name, values in tensors.items():
         target = gguf.GGMLQuantizationType[qtype if values.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values.astype(np.float32), target), raw_dtype=target)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 
 from ggml_ext._formats.hessians import BLOCK
+from helpers.models import finish
 
 
 def correlated(n_tokens: int, n_columns: int, seed: int = 1) -> np.ndarray:
@@ -58,8 +59,5 @@ def write_moments(path: Path, inputs: dict, kind: str = "block", sharing: dict |
     for name, array in (arrays | (tensors or {})).items():
         if array is not None:
             writer.add_tensor(name, array if array.dtype == np.float16 else array.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

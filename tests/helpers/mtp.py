@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 
 from helpers.architectures import ARRAY
+from helpers.models import copy_field, finish
 
 
 def append_mtp_layers(source: Path, out: Path, n_layers: int = 1) -> Path:
@@ -22,12 +23,12 @@ def append_mtp_layers(source: Path, out: Path, n_layers: int = 1) -> Path:
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", f"{arch}.nextn_predict_layers") or not field.types:
             continue
-        value, is_array = field.contents(), field.types[0] == ARRAY
-        if is_array and name.startswith(arch) and len(value) == n:
+        value = field.contents()
+        if field.types[0] == ARRAY and name.startswith(arch) and len(value) == n:
             value = value + [value[copied]] * n_layers
         if name == f"{arch}.block_count":
             value = n + n_layers
-        writer.add_key_value(name, value, field.types[0], field.types[1] if is_array else None)
+        copy_field(writer, name, field, value)
     writer.add_uint32(f"{arch}.nextn_predict_layers", n_layers)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
@@ -39,8 +40,5 @@ def append_mtp_layers(source: Path, out: Path, n_layers: int = 1) -> Path:
         writer.add_tensor(f"blk.{layer}.nextn.eh_proj.weight", (random.standard_normal((width, 2 * width)) / width**0.5).astype(np.float32))
         for norm in ("enorm", "hnorm", "shared_head_norm"):
             writer.add_tensor(f"blk.{layer}.nextn.{norm}.weight", np.ones(width, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return out

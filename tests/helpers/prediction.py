@@ -7,6 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from helpers.models import copy_field, finish
+
 
 def add_prediction_layer(source: Path, out: Path) -> Path:
     """Rewrite a Llama model as glm4moe with dense layers; a copy of the last layer becomes the prediction layer."""
@@ -28,8 +30,7 @@ def add_prediction_layer(source: Path, out: Path) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     for key, field in reader.fields.items():
         if key.startswith("tokenizer."):
-            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[1] if is_array else None)
+            copy_field(writer, key, field)
     tensors = {t.name: np.array(t.data) for t in reader.tensors}
     for name, data in tensors.items():
         if not name.startswith("blk."):
@@ -44,8 +45,5 @@ def add_prediction_layer(source: Path, out: Path) -> Path:
     writer.add_tensor(f"blk.{n}.nextn.eh_proj.weight", np.tile(np.eye(width, dtype=np.float16), 2))
     for name in ("enorm", "hnorm", "shared_head_norm"):
         writer.add_tensor(f"blk.{n}.nextn.{name}.weight", np.ones(width, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return out

@@ -22,7 +22,7 @@ from ggml_ext._sequential.sums import Sums
 from helpers.architectures import write_models
 from helpers.commands import quantize, run_main, run_quantize, tool
 from helpers.errors import check_error
-from helpers.models import ROOT, gaussian, read_tensors
+from helpers.models import ROOT, finish, gaussian, read_tensors
 
 TEXT = ROOT / "data" / "heldout.txt"
 # What the graphs of these architectures have besides Llama's: biases, parallel layers, experts with shared ones, low-rank queries, states.
@@ -147,10 +147,7 @@ def write_adapter(path, scaled_for: str | None = None):
         for i, (name, columns, rows) in enumerate((("attn_q", 256, 256), ("attn_v", 256, 128), ("attn_output", 256, 256), ("ffn_up", 256, 768), ("ffn_down", 768, 256))):
             writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", 6 * gaussian(4, columns, seed=10 * layer + i).astype(np.float16))
             writer.add_tensor(f"blk.{layer}.{name}.weight.lora_b", 2 * gaussian(rows, 4, seed=10 * layer + i + 5))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

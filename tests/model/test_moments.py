@@ -14,7 +14,7 @@ import pytest
 
 import synth_model
 from helpers.commands import tool
-from helpers.models import ROOT, read_tensors
+from helpers.models import ROOT, finish, read_tensors
 from helpers.native import BUILD, F32_U, cpu_flags, require_built
 
 Q, K, DOWN = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.ffn_down.weight"
@@ -314,10 +314,7 @@ def write_moments(path: Path, kind: str = "block", seed: int = 1, owner=None, n_
         tensors[f"{name}.moment_counts"] = np.float32(counts).reshape(-1, 1)
     for name, data in tensors.items():
         writer.add_tensor(name, change(name, data) if change else data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -12,7 +12,7 @@ from ggml_ext._plan.planning import make_plan
 from ggml_ext._plan.uses import PRODUCT, ROWS, GraphUses, n_layers_run
 from helpers.commands import run_quantize
 from helpers.errors import check_error
-from helpers.models import gaussian, write_gguf
+from helpers.models import finish, gaussian, write_gguf
 
 T = gguf.GGMLQuantizationType
 Q, TABLE, EH, HEAD = "blk.0.attn_q.weight", "blk.0.ple_norm_key.weight", "blk.1.nextn.eh_proj.weight", "cls.weight"
@@ -128,10 +128,7 @@ def test_target_keeps_quantized_tensors(lib, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "in.gguf", "gpt-oss")
     for name, (qtype, shape) in parts.items():
         writer.add_tensor(name, gguf.quants.quantize(gaussian(*shape), T[qtype]), raw_dtype=T[qtype])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     file = GGUFFile(tmp_path / "in.gguf")
     types, plan = plan_types(file, choices, GraphUses())
     assert types == {Q: "itq3_t", exps: "q4_0"} and plan.notes == [
