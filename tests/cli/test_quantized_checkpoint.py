@@ -3,14 +3,16 @@
 import gguf
 import pytest
 
+from ggml_ext._source import checkpoint as _checkpoint
 from ggml_ext._source import converted_file
-from helpers.checkpoint_files import write_checkpoint
+from helpers.checkpoint_files import N_LAYERS, write_checkpoint, write_gpt_oss
 from helpers.checkpoint_folder import Workspace
 from helpers.commands import quantize
 from helpers.models import gaussian, read_tensors, write_gguf
 
 torch = pytest.importorskip("torch", reason="the extra hf is not installed")
 save_file = pytest.importorskip("safetensors.torch", reason="the extra hf is not installed").save_file
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
 FP8, FP4_LEVELS = torch.float8_e4m3fn, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -61,6 +63,20 @@ FORMATS = {
 }
 
 
+def write_lenient_converter(directory):
+    """Write a converter that takes every tokenizer: the real one knows those of gpt-oss by a hash of what they do."""
+    path, real = directory / "convert_hf_to_gguf.py", _checkpoint.CONVERTER
+    for name in ("conversion", "gguf-py"):
+        (directory / name).symlink_to(real.parent / name)
+    path.write_text("\n".join((
+        "import runpy",
+        "from conversion.base import TextModel",
+        "TextModel.get_vocab_base_pre = lambda self, tokenizer: 'default'",
+        f"runpy.run_path({str(real)!r}, run_name='__main__')",
+    )))
+    return path
+
+
 def write_quantized(directory, name):
     """Write a checkpoint whose linear layers have one of FORMATS."""
     store, config = FORMATS[name]
@@ -98,6 +114,23 @@ def test_bytes_are_those_of_the_16_bit_file(tmp_path, capsys, monkeypatch, name)
     assert workspace.out.read_bytes() == result and [*workspace.out.parent.iterdir()] == [workspace.out]
     print(name, largest, kept.stat().st_size)
     assert 0 < largest < kept.stat().st_size
+
+
+def test_mxfp4_experts_are_read_from_the_checkpoint(tmp_path, capsys, monkeypatch):
+    """Its experts keep their bits, as in the converter's file; with --allow-requantize they have the bytes of the way through BF16."""
+    monkeypatch.setattr(_checkpoint, "CONVERTER", write_lenient_converter(tmp_path))
+    workspace = Workspace(tmp_path / "work", write_gpt_oss(tmp_path / "model"), capsys)
+    kept, wide = tmp_path / "kept.gguf", tmp_path / "wide.gguf"
+    experts = [f"blk.{i}.ffn_{name}_exps.weight" for i in range(N_LAYERS) for name in ("gate", "up", "down")]
+    workspace.run("--tensor-type", "exps=mxfp4", "--keep-gguf", kept)
+    source, result = read_tensors(kept), read_tensors(workspace.out)
+    assert all(result[name].tensor_type == source[name].tensor_type == MXFP4 and (result[name].data == source[name].data).all() for name in experts)
+    assert result["blk.0.attn_q.weight"].tensor_type == gguf.GGMLQuantizationType["ITQ3_S"]
+    workspace.run("--allow-requantize", "--force")
+    quantize(kept, wide, "--type", "bf16", "--allow-requantize")
+    quantize(wide, tmp_path / "through.gguf", "--type", "itq3_s", "--no-calibration")
+    direct, through = (read_tensors(path) for path in (workspace.out, tmp_path / "through.gguf"))
+    assert all((direct[name].data == through[name].data).all() for name in direct) and direct[experts[0]].tensor_type != MXFP4
 
 
 def test_calibration_runs_the_complete_file(tmp_path):

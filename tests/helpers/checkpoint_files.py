@@ -45,11 +45,12 @@ def tensors(n_experts: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_safetensors(path: Path, values: dict[str, np.ndarray]) -> None:
-    """Write float32 arrays truncated to BF16: the length of a JSON header (8 bytes), the header with the offsets, the data."""
+    """Write bytes, and other arrays truncated to BF16: the length of a JSON header (8 bytes), the header with the offsets, the data."""
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, value in values.items():
-        raw = (value.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-        header[name] = {"dtype": "BF16", "shape": value.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        is_bytes = value.dtype == np.uint8
+        raw = value.tobytes() if is_bytes else (value.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        header[name] = {"dtype": "U8" if is_bytes else "BF16", "shape": value.shape, "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -102,4 +103,36 @@ def write_checkpoint(directory: Path, n_shards: int = 1, n_experts: int = 0, **c
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.model").write_bytes(train_tokenizer())
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}))
+    return directory
+
+
+def write_gpt_oss(directory: Path) -> Path:
+    """Write a gpt-oss checkpoint, whose experts are in MXFP4: two E2M1 codes per byte, and a power of two for 32 weights."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    directory.mkdir(parents=True)
+    n_experts, rng = 4, np.random.default_rng(7)
+    values = {}
+    for name, value in tensors().items():
+        layer, dot, part = name.partition(".mlp.")
+        if not dot:
+            values[name] = value
+        elif part == "gate_proj.weight":  # once per layer
+            values |= {f"{layer}.mlp.router.weight": gaussian(n_experts, N_EMBD, seed=8), f"{layer}.mlp.router.bias": np.zeros(n_experts, np.float32)}
+            values |= {f"{layer}.self_attn.{x}_proj.bias": np.zeros(n * HEAD, np.float32) for x, n in (("q", N_HEADS), ("k", N_KV_HEADS), ("v", N_KV_HEADS))}
+            values |= {f"{layer}.self_attn.o_proj.bias": np.zeros(N_EMBD, np.float32), f"{layer}.self_attn.sinks": np.zeros(N_HEADS, np.float32)}
+            for matrix, rows, columns in (("gate_up_proj", 2 * N_FF, N_EMBD), ("down_proj", N_EMBD, N_FF)):
+                experts = f"{layer}.mlp.experts.{matrix}"
+                values[f"{experts}_blocks"] = rng.integers(0, 256, (n_experts, rows, columns // 32, 16), np.uint8)
+                values[f"{experts}_scales"] = rng.integers(118, 122, (n_experts, rows, columns // 32), np.uint8)
+                values[f"{experts}_bias"] = np.zeros((n_experts, rows), np.float32)
+    write_safetensors(directory / "model.safetensors", values)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": n_experts, "num_experts_per_tok": 2, "head_dim": HEAD,
+        "sliding_window": 128, "quantization_config": {"quant_method": "mxfp4"},
+    }))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=N_VOCAB, special_tokens=["<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}))
     return directory
