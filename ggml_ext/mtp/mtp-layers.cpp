@@ -35,7 +35,7 @@ bool mtp_layers::run(int i, const common_batch & tokens, const float * hidden) {
     for (int k = 0; k < tokens.size(); ++k) {
         const auto & token = tokens.tokens[k];
         if (!before.count(token.seq_id)) {
-            // the cells of earlier batches stay; those of another layer at the same positions are replaced
+            // keep the KV cells of earlier batches; drop those that another layer wrote at these positions
             llama_memory_seq_rm(llama_get_memory(ctx.get()), token.seq_id, token.pos[0], -1);
             before[token.seq_id] = token.pos[0] == 0 ? zeros.data() : last.at(token.seq_id).data();
         }

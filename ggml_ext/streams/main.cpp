@@ -1,16 +1,17 @@
 // ggml-ext-streams: run a model layer by layer, for sequential quantization and calibration (stream-pair.h). py/ggml_ext/_native/streams.py
 // sends these lines:
 //
-//   exchange BYTES ONLY FILE   map FILE, through which both sides exchange arrays; ONLY 1: the original model runs alone, with `collect`
+//   exchange BYTES ONLY FILE   map FILE, through which both sides exchange arrays. ONLY is 1 for calibration, which runs the original model only
+//                         and sends `collect`, and 0 for sequential quantization
 //   bf16                  let the original model's products use BF16 in place of F16 if the CPU is faster with that
-//   layer N               the streams are at the input of layer N; after the last layer come the output matrix and, with --mtp-layers, the
-//                         layers that predict further tokens, whose input is the output of the output matrix: the main model's hidden state
+//   layer N               the streams are at the input of layer N. The output matrix follows the last layer as one more layer. With --mtp-layers,
+//                         the layers that predict further tokens follow it; their input is the main model's hidden state (h_nextn)
 //   set NAME TYPE FILE    replace the matrix NAME of the quantized model
 //   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output
-//   collect C             write the inputs of all groups of the layer of chunk C, and advance the original stream to the layer's output
+//   collect C             write the inputs of chunk C at all groups of the layer, and advance the original stream to the layer's output
 //   advance C             advance the streams of chunk C to the layer's output
 //   learn N               allocate memory for the gradients of N chunks; 0: free it
-//   begin C               run chunk C through the model, and back to the output of the last layer; the loss is in labels.h
+//   begin C               forward pass of chunk C, then backward pass to the output of the last layer; labels.h has the loss
 //   gradients C           write the gradients of chunk C at the layer's products; layers from the last to the first
 //
 // Each answer is a line of JSON: {"error": "..."} on failure, or {"not_finite": "..."} with the first tensor of the original model whose values
@@ -60,13 +61,13 @@ json execute(ggml_ext::stream_pair & streams, std::istringstream & line) {
     } else if (command == "gradients" && line >> a) {
         streams.export_gradients(a);
     } else {
-        ggml_ext::fail("what is this: " + line.str());
+        ggml_ext::fail("unknown or malformed command: " + line.str());
     }
     return json::object();
 }
 
 void print_usage(int, char ** argv) {
-    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]\n\na part of ggml-ext quantize\n", argv[0]);
+    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [--mtp-layers] [-o FILE]\n\nThis program is part of ggml-ext quantize.\n", argv[0]);
 }
 
 // Return the standard output for answers; what libraries print goes to the log.

@@ -18,7 +18,7 @@ def build_parser(prog: str = "ggml-ext gpu-report") -> argparse.ArgumentParser:
         prog, GpuReportOptions, ProgressOptions,
         description="Check that the kernels of all ggml-ext types are right on each GPU of this machine, and compare their speed with standard "
         "types. The result is a JSON file and a page to paste into an issue.",
-        epilog="Each type runs in a process of its own: a crash or a hang is one line of the report. Exit code 1: a type is not right.",
+        epilog="Each type runs in a process of its own: a crash or a hang is one line of the report. Exit code 1: a type is wrong, not supported or not measured.",
     )
 
 

@@ -105,7 +105,7 @@ QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K"
 
 def render_quality(measured: dict) -> str:
     """Render the KL divergence by type and method, and that of llama-quantize's mixes."""
-    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext, `--no-propagate`", "sequential": "ggml-ext", "smollm2": "SmolLM2-135M"}
+    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext, `--no-propagate`", "sequential": "ggml-ext, sequential", "smollm2": "SmolLM2-135M"}
     lines = [f"| type | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
     for name, row in quality(measured).items():
         if name in QUALITY:
@@ -125,11 +125,11 @@ def render_gains(measured: dict) -> str:
     mix, avx512 = measured["mixes"]["rows"]["Q4_K_M"], measured["avx512"]
     return "\n".join([
         "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the [reference",
-        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]} before sequential quantization; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}. "
+        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]} without sequential quantization (below). llama-quantize's Q4_K_M has the same size and {mix[0]}. "
         "KL divergence measures how far a model's predictions are from the original's; lower is better.",
         f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of "
-        f"{itq3_t['hessian']} before sequential quantization. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
-        f"  its KL divergence is {q3_k['upstream']} if made by llama-quantize and {q3_k['hessian']} if made by ggml-ext, also before sequential quantization. "
+        f"{itq3_t['hessian']}, also without sequential quantization. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
+        f"  its KL divergence is {q3_k['upstream']} if made by llama-quantize and {q3_k['hessian']} if made by ggml-ext. "
         f"ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K "
         f"on a Xeon (Sapphire Rapids), {measured['zen4']['decode/q3_k']['itq3_t']:.2f} times on a Zen 4 EPYC with AVX-512, and "
         f"{measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2.",
@@ -184,10 +184,9 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, added = run["calibration"], run["encoding"], run["vocabulary_adds"]
     return (
-        f"**Time and memory.** Measured on {run['processor']} with a model of Llama-3.1-8B's shape, random weights and a vocabulary of {run['vocabulary']:,} tokens ({run['billions']:.1f} billion\n"
-        f"weights; the full vocabulary adds {added['billions']:.1f} billion, {added['gib']} GiB in F16): encoding in ITQ3_T took {encoding['took_minutes']} minutes. "
-        f"Sequential quantization, the default, takes [an estimated 3.8 hours](docs/results/cost.md#sequential-quantization) in all. With `--no-propagate`, calibration runs the F16 model over a text. That takes an\n"
-        f"estimated {calibration['all_minutes']} minutes and, with block-diagonal Hessians, {calibration['gib']} GiB. Full Hessians take 16 GB more, or [3.2 GB](docs/reference/hessians.md#which-hessian-is-used) if only inputs of up to 4,096 columns have them. If memory is short, calibration runs the model in Q8_0 or Q4_K."
+        f"**Time and memory** for Llama-3.1-8B's shape ({run['billions']:.1f} billion random weights; the full vocabulary adds {added['billions']:.1f} billion), {run['processor']}. The default in ITQ2_T takes\n"
+        f"[an estimated 3.8 hours](docs/results/cost.md#sequential-quantization). With `--no-propagate`, calibration takes an estimated {calibration['all_minutes']} minutes and {calibration['gib']} GiB with block-diagonal Hessians, and encoding\n"
+        f"in ITQ3_T {encoding['took_minutes']} minutes. Full Hessians take 16 GB more, or [3.2 GB](docs/reference/hessians.md#which-hessian-is-used) if only inputs of up to 4,096 columns have them. If memory is short, calibration runs layer by layer."
     )
 
 

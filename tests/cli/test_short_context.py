@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("short")
     write_gpt2(folder / "f16.gguf", N)
     # Characters are tokens.
-    (folder / "text.txt").write_text((ROOT / "docs" / "using" / "quick-start.md").read_text()[:8 * 512 + 1])
+    (folder / "text.txt").write_text((ROOT / "docs" / "using" / "quantize.md").read_text()[:8 * 512 + 1])
     return folder
 
 

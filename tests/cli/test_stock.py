@@ -309,7 +309,7 @@ def test_ggml_ext_model_is_converted_completely(models, tmp_path):
     expect_error(tmp_path, [source, out, "--type", "q4_k"], "is already quantized to ditto3", "--allow-requantize")
     flags = ["--type", "q4_k", "--allow-requantize"]
     expect_error(tmp_path, [source, out, *flags, "--leave-output-tensor"],
-                 "tensor output.weight, in ggml-ext types; --type q4_k_m writes a file that every llama.cpp loads", "ggml-ext export")
+                 "tensor output.weight would keep ggml-ext types, but --type q4_k_m writes a file that every llama.cpp loads", "ggml-ext export")
     quantize(source, out, *flags)
     assert not {t.tensor_type.name.lower() for t in read_tensors(out).values()} & {*TYPES}
     assert [k for k in read_metadata(source) if k.startswith("ggml_ext.")] and not [k for k in read_metadata(out) if k.startswith("ggml_ext.")]

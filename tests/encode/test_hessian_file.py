@@ -205,7 +205,7 @@ def test_summary_tells_the_hessians(tmp_path, lib):
     lines = ["full (256 columns, 1.17 tokens per column) of ffn_up", "blocks of 256 columns (2.34 tokens per column) of ffn_down",
              "full (256 columns, 0.5 tokens per column) of ffn_gate_exps"]
     assert "\n".join(f"{'' if i else 'Hessians    =':<13} {line}" for i, line in enumerate(lines)) in done.stdout
-    assert "experts     = fewest 64 tokens, median 128, 0 of 3 without, in ffn_gate_exps\n" in done.stdout
+    assert "experts     = fewest 64 tokens, median 128, 0 of 3 experts without tokens, in ffn_gate_exps\n" in done.stdout
     experts = {"experts": 3, "fewest_tokens": 64, "median_tokens": 128, "experts_without_tokens": 0}
     assert json.loads(report.read_text())["hessians"]["ffn_gate_exps"].items() >= experts.items()
     assert json.loads(report.read_text())["hessians"]["ffn_down"] == {"columns": 256, "is_full": False, "tokens_per_column": 2.34}

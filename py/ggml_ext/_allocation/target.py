@@ -18,8 +18,8 @@ KINDS = ("size", "bpw", "kld")
 PLACEHOLDER = "itq3_t"  # type in the plan until allocation has chosen one
 # The types near the Pareto frontier of error and size; measuring others takes time. Allocation adds the type of the input.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
-# Added for limits of size near or below the smallest file of the default types. Elsewhere they would be chosen too often: the prediction, which is
-# linear in the error, holds for small errors.
+# Candidates only if the limit is near or below the smallest file of the default types. The predicted KL divergence is linear in the error, which
+# holds only for small errors, so at larger limits these types would be chosen too often.
 LOW_TYPES = tuple(name for name, info in WEIGHT_TYPES.items() if info.bpw < 2)
 # With --stock: q8_0, and most of the upstream types that ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c encode with error
 # feedback. --target-types all adds the others.

@@ -19,15 +19,15 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import BLOCK, BLOCK_SIZE, COUNTS, KIND, OWNERS, VALUES, WEIGHTS, block_starts, pack_triangle, packed_size
+from .._formats.imatrix import CHUNK_SIZE_KEY, DATASETS_KEY, N_CHUNKS_KEY, SUMS
 from .._formats.imatrix import COUNTS as TOKENS
-from .._formats.imatrix import KEYS, SUMS
 from .._native.programs import find_tool
 from .._native.streams import LayerStreams, ProductGroup
 from .._native.token_sums import TokenSums, pack
 
 PROGRAM = "ggml-ext-streams"
 N_CHECKED = 32  # tokens of the run that checks whether the graph can be cut
-FLAG, HINT = "calibration", "pass --no-calibration to skip it, or an imatrix with --imatrix"
+PREFIX, HINT = "calibration", "pass --no-calibration to skip it, or an imatrix with --imatrix"
 
 
 def list_weights(group: ProductGroup) -> list[str]:
@@ -51,7 +51,7 @@ class InputSums:
 
     Attributes:
         n_weights: matrices with that input.
-        blocks: by expert, the diagonal blocks, or one of all columns: float32 (columns, columns).
+        blocks: per expert, a list of float32 (columns, columns): the diagonal blocks of the sum, or the full sum as one block.
         counts: tokens of each expert; without experts, of all: float32 (experts or 1,).
     """
 
@@ -64,7 +64,7 @@ class InputSums:
         """Begin with zeros. kind: "block" or "full"."""
         n, n_experts = group.columns, max(1, group.experts)
         widths = [n] if kind == "full" else [min(BLOCK, n - start) for start in block_starts(n)]
-        # one array for all, because the system gets a large one back when it is freed
+        # one large array: its memory returns to the operating system when it is freed
         values = np.zeros((n_experts, sum(width**2 for width in widths)), np.float32)
         ends = np.cumsum([width**2 for width in widths])[:-1]
         blocks = [[part.reshape(width, width) for part, width in zip(np.split(row, ends), widths, strict=True)] for row in values]
@@ -73,7 +73,8 @@ class InputSums:
     def add(self, x: np.ndarray, ids: np.ndarray | None, sums: TokenSums) -> None:
         """Add the inputs of a chunk: LayerStreams.collect_inputs()."""
         for expert, blocks in enumerate(self.blocks):
-            own, start = x if ids is None else _select_tokens(x, ids, expert), 0
+            own = x if ids is None else _select_tokens(x, ids, expert)
+            start = 0
             self.counts[expert] += len(own)
             for block in blocks:
                 part = pack(own[:, start : start + len(block)])
@@ -92,7 +93,10 @@ class InputSums:
 
 
 def _select_tokens(x: np.ndarray, ids: np.ndarray, expert: int) -> np.ndarray:
-    """Return the inputs of an expert: float32 (tokens of the expert, columns)."""
+    """Return the inputs of an expert: float32 (tokens of the expert, columns).
+
+    x has a row per token, or per token and slot if experts have inputs of their own. ids: (tokens, slots), the expert of each slot.
+    """
     token, slot = np.nonzero(ids == expert)
     x = x.reshape(len(ids), -1, x.shape[1])
     return x[token, slot if x.shape[1] > 1 else 0]
@@ -116,12 +120,12 @@ def find_obstacle(file: GGUFFile, text: Path, is_dry: bool, mtp_layers: bool = F
             with tempfile.TemporaryDirectory() as directory, _open_streams(command, Path(directory).resolve()):
                 pass
     except UserError as e:
-        return str(e).removeprefix(f"{FLAG}: ").removesuffix(f"; {HINT}")
+        return str(e).removeprefix(f"{PREFIX}: ").removesuffix(f"; {HINT}")
     return ""
 
 
 def _open_streams(command: Sequence[str], directory: Path) -> LayerStreams:
-    return LayerStreams(command, directory, flag=FLAG, hint=HINT, only_original=True)
+    return LayerStreams(command, directory, flag=PREFIX, hint=HINT, only_original=True)
 
 
 def collect_by_layer(
@@ -164,9 +168,9 @@ def _open_writer(out: Path, command: Sequence[str], kind_of: Callable[[int], str
     owners = {name: names[0] for names in map(list_weights, inputs) for name in names}
     writer = gguf.GGUFWriter(out, "")
     writer.add_type("imatrix")
-    writer.add_array(KEYS[0], [Path(command[command.index("-f") + 1]).name])
-    writer.add_uint32(KEYS[1], streams.n_chunks)
-    writer.add_uint32(KEYS[2], streams.n_tokens)
+    writer.add_array(DATASETS_KEY, [Path(command[command.index("-f") + 1]).name])
+    writer.add_uint32(N_CHUNKS_KEY, streams.n_chunks)
+    writer.add_uint32(CHUNK_SIZE_KEY, streams.n_tokens)
     writer.add_string(KIND, "full" if any(kind_of(group.columns) == "full" for group in inputs) else "block")
     writer.add_uint32(BLOCK_SIZE, BLOCK)
     writer.add_array(WEIGHTS, list(owners))

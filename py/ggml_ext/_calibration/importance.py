@@ -58,7 +58,9 @@ class Importance:
             return TensorCalibration()
         diagonal, hessian, factors = self.matrix.values(tensor), self.hessian(tensor), self.scales.column_factors(tensor.name)
         if factors is not None:
-            diagonal, hessian = diagonal / factors**2, hessian and replace(hessian, factors=factors)
+            # the encoder gets W diag(s), whose inputs are x / s
+            diagonal = diagonal / factors**2
+            hessian = hessian and replace(hessian, factors=factors)
         return TensorCalibration.from_hessian(diagonal, hessian)
 
     def hessian(self, tensor: Tensor) -> TensorHessian | None:
@@ -72,7 +74,7 @@ class Importance:
         return kind_for(tensor.ne[0], self.kind, self.full_columns)
 
     def calibrate(self, planned: PlannedTensor, qtype: GGMLQuantizationType, codec: Codec, cache: MetricCache) -> TensorCalibration:
-        """Return the statistics for the encoder of a type.
+        """Return the statistics for the encoder of a type, with the factorized Hessian (the metric) if it uses one. Runs no model.
 
         Args:
             planned: the tensor; the plan decides whether it uses the imatrix.
@@ -198,7 +200,7 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
         is_requested: whether --importance sets the kind.
 
     Raises:
-        UserError: the Hessians are for another model or damaged. Block-diagonal ones are all read here, full ones when they are used.
+        UserError: the Hessians are for another model, or block-diagonal ones are damaged. Full ones are checked when they are used.
     """
     hessian_file = importance.hessians
     if hessian_file is None:

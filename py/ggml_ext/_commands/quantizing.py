@@ -61,7 +61,8 @@ from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
 SKIPPING = "no sequential quantization"
-GAINING_BITS = 5  # per weight, up to which sequential quantization is the default: at 4.5 it still gains 14 to 39 % (docs/results/sequential.md)
+# Sequential quantization is the default for types of at most this many bits per weight: at 4.5 it gains 14 to 39 % (docs/results/sequential.md).
+GAINING_BITS = 5
 PART_HEADER = 1024  # bytes of the header of a later part, without the names of its tensors
 
 
@@ -109,13 +110,16 @@ def select_job(settings: Settings, job: QuantizationJob, console: Console) -> Qu
     """Select the tensors of --part, and say which they are; without the option return the job.
 
     Raises:
-        UserError: the metadata, which are in the first part, would need errors of all parts.
+        UserError: a tensor gets DITTO3. Its largest error belongs in the metadata of the first part, but another run may encode it.
     """
     number, plan = settings.output.part_number, job.plan
     if number is None:
         return job
     if names := [t.name for t in plan.changed if t.type == DITTO3]:
-        raise UserError(f"--part: {describe_tensors(names)}: the first part would have the largest errors of all ditto3 tensors: choose another type")
+        raise UserError(
+            f"--part: {describe_tensors(names)}: ditto3 cannot be written in parts, because the first part records the largest error of every "
+            "ditto3 tensor and other runs encode those: choose another type"
+        )
     part = select_part(plan, number.number, number.count)
     path, tensors = number.path(settings.output.path or Path("OUT.gguf")), part.plan.tensors
     console.report(
@@ -128,7 +132,7 @@ def select_job(settings: Settings, job: QuantizationJob, console: Console) -> Qu
 def keep_better(
     settings: Settings, model: OpenedModel, writing: QuantizeWritingJob, written: WrittenFile, console: Console
 ) -> tuple[QuantizeWritingJob, WrittenFile]:
-    """Compare the types chosen for a size with the best fixed type, and return what wrote the better file."""
+    """Without sequential quantization: compare OUT with the best fixed type. Return the job and the result of the file that is kept."""
     if (allocation := writing.job.allocation) is None or allocation.check or writing.job.propagation_config is not None:
         return writing, written
     path = written.paths[0]
@@ -159,9 +163,10 @@ def write_quietly(
 
 
 def compare_before_propagation(settings: Settings, model: OpenedModel, job: QuantizationJob, console: Console) -> QuantizationJob:
-    """Compare the types chosen for a size with the best fixed type, and return the job of the better one.
+    """With sequential quantization: compare the chosen types with the best fixed type before OUT is written. Return the job of the better one.
 
-    Both files are written without sequential quantization, which takes longer than both and gains about as much with one as with the other.
+    Both files are encoded without sequential quantization: a sequential run takes longer than both encodings, and lowers the KL divergence
+    of either file by about the same factor.
     """
     if job.propagation_config is None or job.allocation is None or job.allocation.rival is None:
         return job
@@ -235,7 +240,9 @@ def prepare_propagation(
 ) -> tuple[PropagationConfig | None, list[str]]:
     """Configure sequential quantization and mark the matrices that it covers.
 
-    Return the configuration, or None without it; and, if it is the default but does not apply, a note with the reason.
+    Returns:
+        The configuration; None for a run without sequential quantization.
+        Notes for the user: why a run does not use it although it is the default.
     """
     options = settings.calibration
     if options.may_do_without and not any(metric_name(t.type) and bits_per_weight(t.type) <= GAINING_BITS for t in plan.changed):

@@ -25,7 +25,7 @@ from .._source.source import SourceOptions
 from .options import OutputOptions, QuantizeOptions, TypeOptions
 
 # Options for other purposes, which exclude sequential quantization. Those that say how to calibrate speak for themselves.
-NOTED = ("--include-weights", "--exclude-weights", "--fallback-above")
+NOTED_FLAGS = ("--include-weights", "--exclude-weights", "--fallback-above")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Settings:
         return cls(
             types=types, source=source, choices=parse_choices(types, file_type, target), target=target, calibration=calibration,
             encoder=options.encoder, output=options.output, n_threads=n_threads,
-            command=command_line(["ggml-ext", "quantize"], options), excludes_propagate=excludes if is_default and excludes in NOTED else "",
+            command=command_line(["ggml-ext", "quantize"], options), excludes_propagate=excludes if is_default and excludes in NOTED_FLAGS else "",
         )
 
     def without_propagation(self) -> Settings:

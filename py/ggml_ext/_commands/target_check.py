@@ -1,7 +1,7 @@
 """Compare the types chosen for a size with the best fixed type that fits, by measured KL divergence.
 
 The prediction that chooses types is linear in the errors, and sensitivities are measured on one text. Both can mislead, so both files are measured,
-and the better one stays. This costs a second encoding of the model and three short runs of llama-perplexity.
+and the better one stays. This costs one more encoding of the model (two with --propagate) and three short runs of llama-perplexity.
 """
 
 from __future__ import annotations

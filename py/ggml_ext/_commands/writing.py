@@ -22,8 +22,10 @@ from .._report.results import TensorResult
 
 def report_plan(plan: QuantizationPlan, console: Console) -> None:
     """Report fallbacks, as notes if they cost no quality, and the plan's warnings."""
-    for fallback, names in {} if console.quiet else plan.fallbacks().items():
-        (console.warn if fallback.is_loss else console.note)(fallback.describe(names))
+    if not console.quiet:
+        for fallback, names in plan.fallbacks().items():
+            report = console.warn if fallback.is_loss else console.note
+            report(fallback.describe(names))
     for warning in plan.warnings:
         console.warn(warning)
 

@@ -37,7 +37,7 @@ class SourceTensor:
         return self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], qtype)
 
     def weights(self, chunk: Chunk, qtype: GGMLQuantizationType) -> np.ndarray:
-        """Return the weights to encode for a chunk, float32 (n_rows, n_per_row): the original ones, corrected ones in CorrectedTensor."""
+        """Return the weights to encode for a chunk, float32 (n_rows, n_per_row). Here: the original ones. CorrectedTensor overrides this."""
         return self.read_rows(chunk, qtype)
 
     def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
@@ -51,7 +51,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class CorrectedTensor(SourceTensor):
-    """A tensor whose weights compensate the errors of the matrices before it."""
+    """A tensor whose weights are corrected for the errors of the quantized layers before it."""
 
     corrected: Callable[[Chunk], np.ndarray]  # returns float32 (n_rows, n_per_row)
 
@@ -98,7 +98,7 @@ def encode_tensor(
         source: the tensor and its weights.
         qtype: the type to encode to.
         calibration: statistics of the inputs; those of an expert are freed when it is encoded.
-        map_items: map(), or that of a thread pool, with the same result.
+        map_items: map(), or a thread pool's map that keeps the order of the items.
         store: called for each chunk in order, with its first row and its data, uint8 (n_rows, row_bytes).
         sample: the chunks to encode, None for all. A sample is encoded without a codebook of its tensor.
 

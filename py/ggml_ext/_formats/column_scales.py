@@ -2,9 +2,12 @@
 stays the same.
 
 A rotated type spreads the error of a block evenly over its columns. The scales move error away from columns with large inputs. A scale is
-2^(e/8) with an integer exponent e. KEY holds the exponents as text, one line per tensor and axis: the tensor's name, "columns" (multiplied
-by s) or "rows" (divided by s; of a vector, its elements), and one character per column or row, with the code 79 + e. LoRA adapters of the
-unscaled model need the same scales: ggml_ext/hooks/ggml-ext-column-scales.h.
+2^(e/8) with an integer exponent e.
+
+KEY holds the exponents as text. Each line is NAME AXIS CODES, such as "blk.0.attn_q.weight columns OPQ...". On the axis "columns" the weights are
+multiplied by s, on the axis "rows" divided by s; the rows of a vector are its elements. CODES has one character per column or row, chr(79 + e).
+
+LoRA adapters of the unscaled model need the same scales: ggml_ext/hooks/ggml-ext-column-scales.h.
 """
 
 from __future__ import annotations

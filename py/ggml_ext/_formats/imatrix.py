@@ -19,7 +19,7 @@ from .gguf_file import MAX_NAME, GGUFFile, KeyValue, Tensor, has_magic, string_v
 SUMS, COUNTS = ".in_sum2", ".counts"
 # Mean squares of activations stay below 1e9. Far above LARGEST, ggml's encoders overflow float32, and some abort.
 LARGEST = 1e15
-KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
+DATASETS_KEY, N_CHUNKS_KEY, CHUNK_SIZE_KEY = KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
 # A column whose importance is below DEAD times the mean of its BLOCK gets FLOOR times that mean, because llama.cpp's encoders erase columns
 # without importance: docs/results/calibration.md.
 BLOCK = 256
@@ -66,7 +66,7 @@ class ImportanceMatrix:
                 raise UserError(f"--imatrix: {path} has no key {key}: make the file again with llama-imatrix -m MODEL -f TEXT")
         for name in names:
             self._add_entry(file, name, tensors[name + SUMS], tensors.get(name + COUNTS))
-        self._datasets, self._n_chunks = file.strings(KEYS[0]), file.value(KEYS[1])
+        self._datasets, self._n_chunks = file.strings(DATASETS_KEY), file.value(N_CHUNKS_KEY)
 
     def _read_old(self) -> None:
         """Read the old format, int32 and float32.

@@ -6,8 +6,8 @@ llama.cpp's rules (rules.py) choose the tensors to quantize. The first of these 
 2. the quant mix of ggml-ext
 3. llama.cpp's rule or, with --pure, the base type
 
-Small matrices, and those that the graph does not use for text, are then raised to a minimum type. Last, a type that does not fit the rows
-is replaced by its `fallback` in the type table, until one fits, or a standard type by llama.cpp's fallback.
+Small matrices, and those that the graph does not use for text, are then raised to a minimum type. Last, a type that does not
+fit the rows is replaced: a ggml-ext type by the first of its fallbacks in the type table that fits, a standard type by llama.cpp's fallback.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .rules import OUTPUT, rule_types
 from .uses import FLOOR, SMALL_FLOOR, SMALL_PART, GraphUses, small_matrices
 
 # reasons to keep the type of a matrix
-OF_RULES, OF_LEAVE_OUTPUT, NO_WEIGHTS = "kept by llama.cpp's rules", "kept by --leave-output-tensor", ": holds no weights: kept"
+KEPT_BY_RULES, KEPT_BY_LEAVE_OUTPUT, NO_WEIGHTS = "kept by llama.cpp's rules", "kept by --leave-output-tensor", ": holds no weights: kept"
 NO_PRODUCT = "not used in matrix products: kept"
 OUTSIDE = "outside of the layers, where calibration collects no inputs: kept"
 QUANTIZED = "already quantized: kept; --allow-requantize lets the target choose other types"
-NOTED = (NO_PRODUCT, OUTSIDE, QUANTIZED)
+NOTED_REASONS = (NO_PRODUCT, OUTSIDE, QUANTIZED)
 
 # reasons for more bits than chosen
 UNSEEN = f"which the model does not use for text, so their sensitivity is unknown: at least {FLOOR.name.lower()}"
@@ -69,7 +69,11 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
             plan.tensors.append(PlannedTensor(tensor, tensor.type, tensor.type, reason))
         else:
             is_unseen = uses.is_unseen(tensor.name)
-            floor = FLOOR if is_unseen or (choices.target_option and uses.is_in_mtp_layer(tensor.name)) else SMALL_FLOOR if tensor.name in small else None
+            floor = None
+            if is_unseen or (choices.target_option and uses.is_in_mtp_layer(tensor.name)):
+                floor = FLOOR
+            elif tensor.name in small:
+                floor = SMALL_FLOOR
             plan.tensors.append(replace(_plan_matrix(tensor, choices, rule, has_experts, floor), is_unseen=is_unseen))
     _check_plan(plan, file, file_type)
     _add_notes(plan)
@@ -80,9 +84,9 @@ def find_reason_to_keep(tensor: Tensor, choices: Choices, rule: GGMLQuantization
     """Return why a tensor keeps its type; None for a matrix that gets a type."""
     is_named = deciding_option(tensor, choices) is not None
     if rule is None:
-        return OF_RULES
+        return KEPT_BY_RULES
     if choices.leave_output and tensor.name == OUTPUT:
-        return OF_LEAVE_OUTPUT
+        return KEPT_BY_LEAVE_OUTPUT
     if tensor.type in COPIED_TYPES:
         return tensor.type.name.lower() + NO_WEIGHTS
     if uses.is_no_product(tensor.name):
@@ -106,7 +110,7 @@ def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, ha
 def _plan_matrix(
     tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, has_experts: bool, floor: GGMLQuantizationType | None
 ) -> PlannedTensor:
-    """Plan a weight matrix. floor: its minimum type. Raise UserError if it is already quantized, to another type."""
+    """Plan a weight matrix. floor: its minimum type. Raise UserError if it is already quantized to a type other than the planned one."""
     chosen = requested = choose_type(tensor, choices, rule, has_experts)
     if floor is not None:
         requested = _raise_to_floor(tensor, chosen, choices, floor)
@@ -120,9 +124,10 @@ def _plan_matrix(
 def _raise_to_floor(
     tensor: Tensor, chosen: GGMLQuantizationType, choices: Choices, floor: GGMLQuantizationType
 ) -> GGMLQuantizationType:
-    """Return the chosen type if it has at least the floor's bits or an option names it; else the floor, or the tensor's own smaller type.
+    """Return the type of a matrix that has a minimum type, the floor.
 
-    Upstream file types keep llama.cpp's choice unless it needs an imatrix.
+    The chosen type stays if an option names it, if it has at least the floor's bits, or if the file type is upstream and the type needs no
+    imatrix. Else the matrix gets the floor, or keeps its own type if that has fewer bits than the floor.
     """
     follows_rules = choices.file_type.is_upstream and not needs_imatrix(tensor, chosen, choices.file_type.imatrix_required_type)
     if deciding_option(tensor, choices) or follows_rules or bits_per_weight(chosen) >= bits_per_weight(floor):
@@ -135,8 +140,8 @@ def _check_plan(plan: QuantizationPlan, file: GGUFFile, file_type: FileType) -> 
     names = [t.name for t in plan.tensors if type_info(t.type)]
     if file_type.is_upstream and names:
         raise UserError(
-            f"{describe_tensors(names, ', in ggml-ext types')}; --type {file_type.name} writes a file that every llama.cpp loads: convert "
-            "the tensors with ggml-ext export, or with --tensor-type and without --leave-output-tensor"
+            f"{describe_tensors(names, ' would keep ggml-ext types')}, but --type {file_type.name} writes a file that every llama.cpp loads: "
+            "pass a standard type for them with --tensor-type, drop --leave-output-tensor, or run ggml-ext export"
         )
     if plan.n_matrices:
         return
@@ -158,7 +163,7 @@ def _add_notes(plan: QuantizationPlan) -> None:
                 groups.setdefault(reason, []).append(t.name)
     plan.notes += [describe_tensors(names, f", {reason}; --tensor-type sets another type") for reason, names in raised.items()]
     for reason, names in kept.items():
-        if reason in NOTED:
+        if reason in NOTED_REASONS:
             plan.notes.append(describe_tensors(names, f", {reason}"))
         elif reason.endswith(NO_WEIGHTS):
             plan.warnings.append(describe_tensors(names, f", {reason}"))

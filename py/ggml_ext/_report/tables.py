@@ -98,7 +98,7 @@ def _dead_line(dead: Mapping[str, DeadColumns]) -> list[str]:
 
 
 def hessian_record(uses: Mapping[str, HessianUse]) -> dict:
-    """Return the Hessian of each class of tensors for JSON."""
+    """Describe the Hessian of each class of tensors for JSON: kind, columns, tokens per column, experts."""
     experts = _experts_by_class(uses)
     return {
         name: {"columns": use.width, "is_full": use.is_full, "tokens_per_column": round(use.tokens_per_column, 2), **experts.get(name, {})}
@@ -107,7 +107,7 @@ def hessian_record(uses: Mapping[str, HessianUse]) -> dict:
 
 
 def _hessians_by_class(uses: Mapping[str, HessianUse]) -> dict[str, HessianUse]:
-    """Return the Hessian of each class of tensors, that of the layer with the fewest tokens."""
+    """For each class of tensors, return the Hessian of the layer with the fewest tokens per column."""
     classes: dict[str, HessianUse] = {}
     for name, use in uses.items():
         classes[short_class(name)] = min(use, classes.get(short_class(name), use), key=lambda u: u.tokens_per_column)
@@ -125,7 +125,7 @@ def _hessian_line(uses: Mapping[str, HessianUse]) -> list[str]:
 
 
 def _experts_by_class(uses: Mapping[str, HessianUse]) -> dict[str, dict[str, int]]:
-    """Return the experts of all layers, by class: their number, tokens of the one with the fewest and of the median, and those without tokens."""
+    """Count the experts of each class over all layers: all, those without tokens, and the tokens of the smallest and of the median one."""
     classes: dict[str, list[HessianUse]] = {}
     for name, use in uses.items():
         if use.n_experts > 1:
@@ -146,7 +146,7 @@ def _expert_line(uses: Mapping[str, HessianUse]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, experts in _experts_by_class(uses).items():
         n, fewest, median, unseen = experts.values()
-        groups.setdefault(f"fewest {fewest:,} tokens, median {median:,}, {unseen:,} of {n:,} without", []).append(name)
+        groups.setdefault(f"fewest {fewest:,} tokens, median {median:,}, {unseen:,} of {n:,} experts without tokens", []).append(name)
     return [f"{'' if i else 'experts     =':<13} {tokens}, in {', '.join(names)}" for i, (tokens, names) in enumerate(groups.items())]
 
 

@@ -1,7 +1,7 @@
 """Sequential quantization: encode the linear layers in graph order.
 
-The inputs of a linear layer come from the quantized layers before it. Its weights are corrected for their errors, as in GPTAQ and QEP
-(_encode/correction.py).
+Each linear layer is calibrated with the inputs that the quantized layers before it produce. Its weights are corrected for the errors of these
+layers, as in GPTAQ and QEP (_encode/correction.py), and then encoded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EncodedTensor:
 
 @dataclass(frozen=True)
 class PropagationConfig:
-    """The configuration of ggml-ext-streams."""
+    """The configuration of sequential quantization."""
 
     command: tuple[str, ...]
     kind: str  # of the Hessians, "block" or "full"
@@ -67,7 +67,7 @@ class PropagationConfig:
     directory: Path  # of temporary files
     description: str  # with estimated time and memory
     full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
-    common_sums: bool = False  # for experts that see the same input of a token
+    common_sums: bool = False  # experts with the same inputs (ffn_gate, ffn_up) share their sums, to save memory
     prefers_bf16: bool = True  # the original model runs with a layer's matrices in BF16, where the CPU has it
 
     def list_dependencies(self) -> list:
@@ -229,7 +229,7 @@ class SequentialQuantizer:
         if streams.has_output(k):
             self._record_stream_error(streams.advance(), {t.name for matrices in groups for t in matrices})
         self._layer += 1
-        # all block weights are encoded; do not wait for an output matrix at the end, which take() may never reach
+        # all layers are encoded; warn now, because take() reaches the output matrix only if its type changes
         if self._layer == len(streams.collected_layers):
             self._warn_of_few_tokens()
 
@@ -272,7 +272,8 @@ class SequentialQuantizer:
         streams, group = self._streams, self._streams.all_layers[k][g]
         weights = {} if group.experts else {t.name: copy_rows(self._source(t), (0, t.tensor.n_rows), t.type) for t in matrices}
         narrow = sole_narrow_product(group)
-        factors, are_common = self.scales.column_factors(matrices[0].name), self.config.common_sums and group.inputs == streams.n_tokens
+        factors = self.scales.column_factors(matrices[0].name)
+        are_common = self.config.common_sums and group.inputs == streams.n_tokens  # one input per token, the same for all experts
         sums = Sums(group, self._pool, factors, weights[narrow.weight] if narrow else None, bool(group.experts) and are_common)
         for chunk in range(streams.n_chunks):
             sums.add(streams.compute_inputs(k, g, chunk, advance_original))
@@ -300,7 +301,7 @@ class SequentialQuantizer:
         for t in matrices:
             self.hessians[t.name] = replace(hessian, stored=np.empty(0))
             self.dead_columns[t.name] = DeadColumns.count(diagonal)
-            # a new object per matrix: encode_tensor() frees the data of each expert in its object, but other matrices share the metrics
+            # each matrix has its own PerExpert, from which encode_tensor() drops finished experts; the shared values stay in metrics
             calibrated = TensorCalibration.from_hessian(diagonal, hessian)
             if (name := metric_name(t.type)) is not None:
                 if name not in metrics:
@@ -316,8 +317,10 @@ class SequentialQuantizer:
         return SourceTensor(self.file, planned.tensor, self.codec)
 
     def _correct(self, weights: dict[str, np.ndarray], sums: Sums) -> None:
-        """Correct the weights of the matrices with one input, float32 (rows, columns) by name, without experts. Raise UserError if they
-        are not finite."""
+        """Correct the weights of dense matrices with one input in place. weights: float32 (rows, columns) by name.
+
+        Raise UserError if a corrected weight is not finite.
+        """
         h, d = sums.expert_sums(0)
         corrector = make_corrector(h, sums.counts[0], list(weights), self._pool.map)
         for product in sums.group.products:
@@ -373,7 +376,8 @@ def _slice(weights: np.ndarray, chunk: Chunk) -> np.ndarray:
 
 
 def hessian_diagonal(sums: Sums) -> np.ndarray:
-    """Return the diagonals of the Hessians, float32 (matrices, columns). Experts without tokens get the mean."""
+    """Return the diagonals of the Hessians, float32 (matrices, columns). Experts without tokens get the mean of all;
+    a single matrix without tokens gets ones."""
     squares = np.einsum("eii->ei", sums.h) / np.maximum(sums.counts, 1)[:, None]
     squares[sums.counts == 0] = squares.mean(axis=0) if len(squares) > 1 else 1
     return squares.astype(np.float32)
