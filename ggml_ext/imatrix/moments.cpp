@@ -192,7 +192,8 @@ bool ggml_ext_moments::load(const std::string & path) {
         }
         const ggml_tensor * sums   = ggml_get_tensor(ctx, (tensors[i] + SUMS).c_str());
         const ggml_tensor * counts = ggml_get_tensor(ctx, (tensors[i] + COUNTS).c_str());
-        if (!sums || !counts || sums->type != GGML_TYPE_F32 || counts->type != GGML_TYPE_F32 || ggml_nelements(counts) != sums->ne[1]) {
+        if (!sums || !counts || sums->type != GGML_TYPE_F32 || counts->type != GGML_TYPE_F32 || ggml_n_dims(sums) > 2 ||
+            ggml_nelements(counts) != sums->ne[1]) {
             LOG_ERR("error: --in-file %s: tensor %s: needs %s and %s in F32, a count for each matrix; collect it again\n", name,
                     tensors[i].c_str(), SUMS.c_str(), COUNTS.c_str());
             return false;

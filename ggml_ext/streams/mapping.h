@@ -31,7 +31,11 @@ public:
             if (remove) {
                 unlink(path.c_str());
             }
+#ifdef __APPLE__ // has no posix_fallocate()
+            int error = EOPNOTSUPP;
+#else
             int error = posix_fallocate(fd, 0, (off_t) n_bytes);
+#endif
             if (error == EOPNOTSUPP || error == EINVAL) { // some network and FUSE drives
                 error = ftruncate(fd, (off_t) n_bytes) ? errno : 0;
             }

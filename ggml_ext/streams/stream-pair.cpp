@@ -455,7 +455,7 @@ void stream_pair::store_selections(const std::vector<ggml_tensor *> & some) cons
 }
 
 void stream_pair::set_selections() const {
-    each_selection(parts.layers()[layer].selections, [](ggml_tensor * t, const char * data) { ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t)); });
+    each_selection(current().selections, [](ggml_tensor * t, const char * data) { ggml_backend_tensor_set(t, data, 0, ggml_nbytes(t)); });
 }
 
 bool stream_pair::is_finite(const float * x) const {

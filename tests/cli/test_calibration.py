@@ -340,6 +340,14 @@ def test_hessians_are_collected_in_passes(workspace, monkeypatch, lib, kind):
     workspace.error("layers-0-1.gguf and ", "layers-1-2.gguf have the Hessians of the same layers", flags=["--imatrix", one, "--force"], type_name="itq3_t")
 
 
+def test_foreign_file_in_place_of_a_pass_is_kept(workspace, lib):
+    foreign = workspace.cache.with_suffix(".layers-0-1.gguf")
+    foreign.write_bytes(b"mine")
+    flags = ["--importance", "block", "--memory", memory_for(workspace, 2.5, "block")]
+    workspace.error(str(foreign), "is not from a calibration", "--imatrix", flags=flags, type_name="itq3_t")
+    assert foreign.read_bytes() == b"mine"
+
+
 def test_missing_memory_for_full_hessians_is_refused(workspace):
     workspace.error("--importance full", "full Hessians of layer 0", "--memory", "--importance block, which needs",
                  flags=["--importance", "full", "--memory", memory_for(workspace, 0.5)], type_name="itq3_t")

@@ -9,6 +9,7 @@ import pytest
 from ggml_ext import inspect_model
 from ggml_ext._allocation import target
 from ggml_ext._base.errors import UserError
+from ggml_ext._calibration import calibration
 from ggml_ext._commands import target_check
 from ggml_ext._evaluation.figures import Figure
 from ggml_ext._formats.gguf_file import GGUFFile
@@ -40,7 +41,9 @@ def let_measure(monkeypatch, chosen: float, fixed: float) -> None:
 @pytest.mark.parametrize("measured", [(0.25, 0.5), (0.5, 0.25)])
 def test_the_better_file_is_written(workspace, monkeypatch, measured):
     let_measure(monkeypatch, *measured)
+    workspace.out.touch(0o600)
     out, err = workspace.run("--target-bpw", "4", "--report", workspace.path / "report.json")
+    assert workspace.out.stat().st_mode & 0o777 == 0o600
     report = json.loads((workspace.path / "report.json").read_text())
     check = report["target_check"]
     chosen, fixed = check["files"]
@@ -61,6 +64,20 @@ def test_the_better_file_is_written(workspace, monkeypatch, measured):
         files = [GGUFFile(path) for path in (workspace.out, plain)]
         data = [{t.name: file.rows(t, 0, t.n_rows).tobytes() for t in file.tensors} for file in files]
         assert data[0] == data[1] and files[0].value("ggml_ext.type") == fixed["type"]
+
+
+def test_both_files_get_the_same_hessians(workspace, monkeypatch):
+    """The fixed type counts the factorizations of the target too, on which the choice of Hessians depends."""
+    let_measure(monkeypatch, 0.25, 0.5)
+    counts, prepare = [], calibration.prepare
+
+    def record(*args, n_compared_metrics, **options):
+        counts.append(n_compared_metrics)
+        return prepare(*args, n_compared_metrics=n_compared_metrics, **options)
+
+    monkeypatch.setattr(calibration, "prepare", record)
+    workspace.run("--target-bpw", "4")
+    assert len(counts) == 2 and counts[0] == counts[1] > 1
 
 
 def test_fixed_types_fit_and_follow_the_options(workspace, monkeypatch):

@@ -349,6 +349,11 @@ def assert_error(done: subprocess.CompletedProcess, directory: Path, *parts) -> 
     assert not list(directory.glob("out.gguf*"))
 
 
+def stack_moments(name, data):
+    """Give the sums a third axis, of two."""
+    return np.stack([data, data]) if name == f"{DOWN}.in_moments" else data
+
+
 def put_nan(name, data):
     if name == f"{DOWN}.in_moments":
         data[1, 77] = np.nan
@@ -368,11 +373,12 @@ def put_nan(name, data):
         ({}, dict(kind="half"), ("b.gguf", "imatrix.moments")),
         ({}, dict(block=128), ("b.gguf", "imatrix.moments.block_size", "256")),
         ({}, dict(change=put_nan), ("b.gguf", f"tensor {DOWN}", "not finite")),
+        ({}, dict(change=stack_moments), ("b.gguf", f"tensor {DOWN}", "in F32, a count for each matrix")),
         ({}, dict(counts=(1.0, -1.0)), ("b.gguf", f"tensor {Q}", "not finite")),
         ({}, dict(counts=(1.0, np.inf)), ("b.gguf", f"tensor {Q}", "not finite")),
     ],
-    ids=["kind", "second_without", "first_without", "columns", "experts", "sharing", "not_listed", "word", "block_size", "nan", "negative",
-         "inf"],
+    ids=["kind", "second_without", "first_without", "columns", "experts", "sharing", "not_listed", "word", "block_size", "nan", "third_axis",
+         "negative", "inf"],
 )
 def test_merge_refuses_files_that_do_not_match(tmp_path, first, second, parts):
     files = [write_moments(tmp_path / f"{n}.gguf", **({"kind": "block"} | options)) for n, options in (("a", first), ("b", second))]

@@ -23,7 +23,7 @@ from ggml_ext._sequential.estimate import sums_bytes
 from ggml_ext._sequential.sums import SINKS, RowSums
 from helpers import architectures
 from helpers.commands import quantize, quantize_command, run_quantize, tool
-from helpers.models import read_tensors
+from helpers.models import copy_field, finish, read_tensors
 from helpers.streams import SAME, start_streams, sums_of_squares
 
 
@@ -160,18 +160,35 @@ def test_table_has_errors_to_targets(text, tmp_path, lib):
     assert re.search(r"NMSE  weighted to target  largest error\n(?:.*\n)+?blk\.\*\.attn_k\.weight +itq2_t +0\.\d{6}  0\.\d{6}  0\.\d{6} ", table), table
 
 
+def write_last_first(source, out):
+    """Write a model with its tensors in the opposite order. llama-quantize writes output.weight first."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            copy_field(writer, name, field)
+    for t in reversed(reader.tensors):
+        writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+    finish(writer)
+    return out
+
+
 def test_resume_continues_after_interrupt(small, text, tmp_path):
+    """The output has the order of the layers, so that each is written once it is encoded."""
     uninterrupted, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     arguments = ["--type", "itq2_t", "--effort", "best", "-t", "2", "--propagate", "--imatrix-from", text]
-    assert quantize(small, uninterrupted, *arguments).returncode == 0
-    done = subprocess.Popen(quantize_command(small, out, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    source = write_last_first(small, tmp_path / "source.gguf")
+    assert quantize(source, uninterrupted, *arguments).returncode == 0
+    layers = [name.partition(".attn")[0] for name in read_tensors(uninterrupted) if ".attn" in name]
+    assert layers == sorted(layers) and [*read_tensors(uninterrupted)][0] == "token_embd.weight"
+    done = subprocess.Popen(quantize_command(source, out, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     journal, until = tmp_path / ".out.gguf.partial.json", time.monotonic() + 120
     while time.monotonic() < until and not (journal.is_file() and journal.read_bytes().count(b"\n") > 8):
         time.sleep(0.02)
     done.send_signal(signal.SIGTERM)
     done.wait(60)
     assert done.returncode and not out.exists() and not list(tmp_path.glob(".propagation-*"))
-    resumed = quantize(small, out, *arguments)
+    resumed = quantize(source, out, *arguments)
     assert resumed.returncode == 0 and "resuming after" in resumed.stderr
     assert out.read_bytes() == uninterrupted.read_bytes()
 

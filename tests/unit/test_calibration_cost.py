@@ -80,3 +80,10 @@ def test_cost_of_a_model_is_read_from_its_tensors(tmp_path):
     assert model_cost.hessian_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
     assert model_cost.hessian_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
     assert model_cost.hessian_bytes("diagonal") == 4 * (256 + 4 * 320)
+
+
+def test_experts_used_may_differ_by_layer(tmp_path):
+    """The most of all layers count (Nemotron-H)."""
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_down_exps.weight": gaussian(4, 8, 320)},
+                      fill=lambda w: (w.add_expert_count(4), w.add_array("llama.expert_used_count", [0, 3, 1])))
+    assert CalibrationCost.read(GGUFFile(path)).inputs == (Input(0, 320, 4, 3, 1, 32),)

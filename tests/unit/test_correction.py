@@ -172,11 +172,11 @@ def test_sums_of_any_shape(rows, columns, n_tokens, rounding):
     assert (np.abs(guarded[:-1] - left.T.astype(np.float64) @ right) <= bound).all() and not guarded[-1].any()
 
 
-@pytest.mark.parametrize("own_inputs", [False, True])
-def test_sums_of_experts_match_numpy(own_inputs, monkeypatch):
-    """own_inputs: each expert of a token has its own input, as ffn_down_exps."""
+@pytest.mark.parametrize(("own_inputs", "used"), [(False, 2), (True, 2), (True, 1)])
+def test_sums_of_experts_match_numpy(own_inputs, used, monkeypatch):
+    """own_inputs: each expert of a token has its own input, as ffn_down_exps. A token may have a single expert."""
     rng = np.random.default_rng(2)
-    n_tokens, used, n_experts = 50, 2, 5
+    n_tokens, n_experts = 50, 5
     ids = [np.array([rng.permutation(n_experts - 1)[:used] for _ in range(n_tokens)], np.int32) for _ in range(2)]  # the last gets none
     n_inputs = n_tokens * (used if own_inputs else 1)
     x = [rng.standard_normal((n_inputs, 4)).astype(np.float32) for _ in range(2)]

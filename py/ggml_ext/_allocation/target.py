@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.types import WEIGHT_TYPES
-from .._formats.tensor_types import parse_type
+from .._formats.tensor_types import metric_name, parse_type
 
 AUTO = "auto"
 KINDS = ("size", "bpw", "kld")
@@ -58,6 +58,11 @@ class Target:
     types: tuple[GGMLQuantizationType, ...]
     types_are_listed: bool  # by --target-types; else the type of the input is a candidate too
     upstream_only: bool = False  # --stock
+
+    @property
+    def n_metrics(self) -> int:
+        """Number of different factorizations of a Hessian among the types."""
+        return len({name for qtype in self.types if (name := metric_name(qtype))})
 
     @property
     def option(self) -> str:

@@ -197,8 +197,7 @@ def _calibrate(run: CalibrationRun, console: Console) -> list[Path]:
     if record and record.layers is None and record.serves(run, dependencies):
         console.note(f"reusing {cache}: same model and text")
         return [cache]
-    if cache.exists() and record is None:
-        raise UserError(f"{cache} is not from a calibration by ggml-ext, or was changed: pass it with --imatrix, or move it away")
+    refuse_foreign(cache)
     passes = _plan_passes(run, dependencies, console)
     if record:
         console.note(f"{cache} does not match this model, text, number of chunks or --importance; computing it again")
@@ -258,6 +257,12 @@ def find_finished_passes(run: CalibrationRun, dependencies: dict) -> tuple[list[
     return results, missing
 
 
+def refuse_foreign(cache: Path) -> None:
+    """Raise UserError if there is a file at the place of a cache that is not one."""
+    if cache.exists() and Record.read(cache) is None:
+        raise UserError(f"{cache} is not from a calibration by ggml-ext, or was changed: pass it with --imatrix, or move it away")
+
+
 def collect(
     run: CalibrationRun, model_path: Path, layers: Layers, *, dependencies: dict, title: str, console: Console
 ) -> Path:
@@ -278,6 +283,7 @@ def collect(
         UserError: llama-imatrix fails, or the result cannot be written.
     """
     cache, needed = run.cache_path(layers), run.cost.hessian_bytes(run.kind, layers)
+    refuse_foreign(cache)
     check_free_space(run.directory, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
     try:
         with temporary_directory(run.directory, TEMPORARY, console.note) as directory:

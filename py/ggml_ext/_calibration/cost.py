@@ -19,7 +19,7 @@ from .._plan.uses import n_layers_run
 
 # Operations per second of llama.cpp's matrix products on an AVX2 core, for models too small to measure them.
 FLOPS_A_THREAD = 40e9
-SMALL = 1 << 28  # bytes
+SMALL = 1 << 26  # bytes
 # Part of the rate of a single product that the full graph with attention, norms and Hessians reaches.
 GRAPH_SHARE = 0.85
 N_COLUMNS = 512  # of a matrix product, the tokens of a chunk
@@ -79,7 +79,8 @@ class CalibrationCost:
     def read(cls, file: GGUFFile, mtp_layers: bool = False) -> CalibrationCost:
         """Read the properties from the header of a model. mtp_layers: include the layers that predict further tokens."""
         arch = file.value("general.architecture", "")
-        n_used = file.value(f"{arch}.expert_used_count", 0)
+        used_key = f"{arch}.expert_used_count"
+        n_used = max(file.integers(used_key) or [file.value(used_key) or 0])  # some models have one per layer
         sizes = {t.name: t.n_elements for t in file.tensors}
         weights: Counter[GGMLQuantizationType] = Counter()
         n_layers = None if mtp_layers else n_layers_run(file)

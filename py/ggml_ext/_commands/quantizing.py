@@ -263,6 +263,8 @@ def prepare_propagation(
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
         check_imatrix_types(plan)
+    plan.order_by_layer()  # what is encoded is written, and can be resumed, at once
+    model.plan_parts(plan, settings, {})
     return config, []
 
 
@@ -326,7 +328,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
         cache_dir(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
-        n_compared_metrics=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
+        n_compared_metrics=target.n_metrics if target else settings.n_compared_metrics,
         console=console,
     )
     importance = prepared.importance

@@ -50,6 +50,7 @@ class Settings:
     command: str
     excludes_propagate: str = ""
     cache_path: Path | None = None  # of the directory for caches, if not that of OUT
+    n_compared_metrics: int = 0  # by the target whose check writes this type: both then choose the same Hessians
 
     @classmethod
     def parse(cls, options: QuantizeOptions) -> Settings:

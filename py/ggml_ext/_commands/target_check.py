@@ -6,7 +6,9 @@ and the better one stays. This costs one more encoding of the model (two with --
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,6 +94,7 @@ def fixed_settings(settings: Settings, name: str, path: Path | None = None) -> S
     return replace(
         settings, types=types, choices=parse_choices(types, FILE_TYPES[name], None), target=None, output=output,
         cache_path=Path(os.path.realpath(settings.output.path)).parent,
+        n_compared_metrics=settings.target.n_metrics if settings.target else settings.n_compared_metrics,
     )
 
 
@@ -135,6 +138,8 @@ def check_target(
             difference = compare_paired(*map(kld_sums, logs))
             is_better = checked[1].measured.value < checked[0].measured.value
             if is_better:
+                with contextlib.suppress(OSError):
+                    shutil.copymode(path, rival_path)
                 os.replace(rival_path, path)
     except UserError as e:
         console.warn(f"the chosen types were not compared with {name}: {e}")

@@ -58,6 +58,10 @@ class ProductGroup:
     experts: int
     products: tuple[WeightProduct, ...]
 
+    def shares_inputs(self, n_tokens: int) -> bool:
+        """Whether the experts of a token have the same input. Those of ffn_down have not, even if a token has one expert."""
+        return self.inputs == n_tokens and not (self.used == 1 and ".ffn_down" in self.products[0].weight)
+
     def shapes(self, n_tokens: int) -> Iterator[tuple[type[np.generic], tuple[int, int]]]:
         """Yield type and shape of a chunk's arrays, each of which exists for both models."""
         yield np.float32, (self.inputs, self.columns)

@@ -5,6 +5,7 @@ planning.py makes the plan from llama.cpp's rules and the options; imatrix_use.p
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._formats.gguf_file import Tensor
-from .._formats.names import describe_tensors
+from .._formats.names import describe_tensors, layer_number
 from .._formats.tensor_types import accurate_upstream_type, fallback_chain, parse_type, type_info
 from .file_types import FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, upstream_fallback_type
@@ -208,7 +209,7 @@ class PlannedTensor:
 
 @dataclass
 class QuantizationPlan:
-    """All tensors in the order of the file, with warnings and notes."""
+    """All tensors in the order of the output, with warnings and notes."""
 
     tensors: list[PlannedTensor] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -231,6 +232,15 @@ class QuantizationPlan:
     def has_imatrix(self) -> bool:
         """Whether any tensor is encoded with an imatrix."""
         return any(t.uses_imatrix for t in self.tensors)
+
+    def order_by_layer(self) -> None:
+        """Order the tensors as sequential quantization encodes them: token embeddings, layers, others."""
+
+        def place(t: PlannedTensor) -> float:
+            layer = layer_number(t.name)
+            return layer if layer is not None else -1 if t.name == TOKEN_EMBD else math.inf
+
+        self.tensors.sort(key=place)
 
     def fallbacks(self) -> dict[Fallback, list[str]]:
         """Group the names of the tensors whose requested type does not fit their rows."""

@@ -273,7 +273,7 @@ class SequentialQuantizer:
         weights = {} if group.experts else {t.name: copy_rows(self._source(t), (0, t.tensor.n_rows), t.type) for t in matrices}
         narrow = sole_narrow_product(group)
         factors = self.scales.column_factors(matrices[0].name)
-        are_common = self.config.common_sums and group.inputs == streams.n_tokens  # one input per token, the same for all experts
+        are_common = self.config.common_sums and group.shares_inputs(streams.n_tokens)
         sums = Sums(group, self._pool, factors, weights[narrow.weight] if narrow else None, bool(group.experts) and are_common)
         for chunk in range(streams.n_chunks):
             sums.add(streams.compute_inputs(k, g, chunk, advance_original))
@@ -304,9 +304,11 @@ class SequentialQuantizer:
             # each matrix has its own PerExpert, from which encode_tensor() drops finished experts; the shared values stay in metrics
             calibrated = TensorCalibration.from_hessian(diagonal, hessian)
             if (name := metric_name(t.type)) is not None:
-                if name not in metrics:
-                    metrics[name] = PerExpert(self._metric_maker(t, calibration))
-                calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))
+                if hessian.n_matrices > 1:  # not shared: those of all experts would take more memory than the sums
+                    maker = self._metric_maker(t, calibrated)
+                else:
+                    maker = metrics.setdefault(name, PerExpert(self._metric_maker(t, calibration))).get
+                calibrated = replace(calibrated, metrics=PerExpert(maker))
             self._encoded[t.name] = encoded = self._encode(t, corrected.pop(t.name), calibrated)
             self._streams.replace(t.name, t.type.name, encoded.data)
 

@@ -151,7 +151,7 @@ class Sums:
         original_ids, ids = arrays.ids
         token, slot = np.nonzero(ids == expert)
         x, x_hat = (a.reshape(len(ids), -1, self.group.columns) for a in arrays.x)
-        if x.shape[1] == 1:  # all experts of a token have the same input
+        if self.group.shares_inputs(len(ids)):
             return x[token, 0] - x_hat[token, 0], x_hat[token, 0]
         is_same = original_ids[token] == expert  # (tokens of the expert, used)
         difference = x[token, is_same.argmax(axis=1)] - x_hat[token, slot]
