@@ -5,12 +5,7 @@
 #include "generic_binary_head.glsl"
 #include "ggml_ext/unpack.glsl"
 #define EXT_VALUES 1024
-#if EXT_ROTATION
 #include "ggml_ext/rotation.glsl"
-#else
-shared float ext_shared[EXT_VALUES];
-uint ext_padded(const uint i) { return i; }
-#endif
 
 layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
 
@@ -33,27 +28,10 @@ void unpack_row(const uint a_offset, const uint first) {
 }
 
 void write_row(const uint d_offset, const uint first) {
-    const uint tid = gl_LocalInvocationID.x;
-#if EXT_ROTATION
-    for (uint item = tid; item < EXT_ITEMS; item += 64) {
-        ext_transform_neighbors(item);
+    ext_rotate();
+    for (uint i = gl_LocalInvocationID.x; i < EXT_VALUES && first + i < p.ne00; i += 64) {
+        data_d[d_offset + first + i] = D_TYPE(ext_signed(ext_shared[ext_padded(i)], i));
     }
-    barrier();
-    for (uint item = tid; item < EXT_ITEMS; item += 64) {
-        float v[EXT_R];
-        ext_transform_strides(item, v);
-        const uint j = first + ext_position(item);
-        [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
-            if (j + EXT_R*i < p.ne00) {
-                data_d[d_offset + j + EXT_R*i] = D_TYPE(ext_signed(v[i], item%EXT_R + EXT_R*i));
-            }
-        }
-    }
-#else
-    for (uint i = tid; i < EXT_VALUES && first + i < p.ne00; i += 64) {
-        data_d[d_offset + first + i] = D_TYPE(ext_shared[i]);
-    }
-#endif
 }
 
 void main() {

@@ -21,9 +21,9 @@ static int ggml_ext_vk_rotated_block(ggml_type type) {
     }
 }
 
-// Index of the pipelines that rotate blocks of this size.
-static constexpr int ggml_ext_vk_rotate_index(int block) {
-    return block == 256 ? 2 : block == 64 ? 1 : 0;
+// Index of the pipelines that copy activations and rotate blocks of this size; 0: no rotation.
+static constexpr int ggml_ext_vk_copy_index(int block) {
+    return block == 0 ? 0 : block == 32 ? 1 : block == 64 ? 2 : 3;
 }
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
@@ -55,6 +55,13 @@ static uint32_t ggml_ext_vk_lut_size(const vk_device & device, ggml_type type) {
     return ggml_ext_vk_table_fits(device, type) ? ggml_ext_vk_table_bytes(type) : 0;
 }
 
+// Whether a tile of mul_mmq fits: up to 40 bytes for 32 weights (mul_mmq_tile.glsl), 36 for activations, and for experts the columns' ids.
+static bool ggml_ext_vk_mmq_fits(const vk_device & device, const std::vector<uint32_t> & warptile, bool mul_mat_id, ggml_type type) {
+    const uint32_t n_steps = mul_mat_id ? 1 : 4, ids = mul_mat_id ? 4*warptile[2] + 16*(warptile[0]/warptile[10]) : 0;
+    return ggml_ext_vk_is_weight_type(type) && ggml_ext_vk_table_fits(device, type) &&
+           n_steps*(40*warptile[1] + 36*warptile[2]) + ids + ggml_ext_vk_table_bytes(type) <= ggml_ext_vk_shared_bytes(device);
+}
+
 // Tests force reductions in shared memory on a device with subgroups.
 static bool ggml_ext_vk_no_subgroups() {
     static const bool is_set = getenv("GGML_EXT_VK_NO_SUBGROUPS") != nullptr;
@@ -63,26 +70,50 @@ static bool ggml_ext_vk_no_subgroups() {
 
 // --- activations -----------------------------------------------------------------------------------------------------
 
-// Whether a product reads its activations from a copy in prealloc_y. Rotated types always do, because the copy rotates. mul_mm does for
-// all types, because its shaders only take F16 activations in the order of the codes.
-static bool ggml_ext_vk_copies_y(const ggml_tensor * w, bool is_mul_mm) {
-    return is_mul_mm ? ggml_ext_vk_is_weight_type(w->type) : ggml_ext_vk_rotated_block(w->type) != 0;
+static bool ggml_vk_should_use_mmvq(const vk_device & device, uint32_t m, uint32_t n, uint32_t k, ggml_type src0_type);
+
+// Whether the device multiplies bytes fast. Tests force it: lavapipe has the instructions, but says that they are slow.
+static bool ggml_ext_vk_has_fast_dot(bool is_accelerated) {
+    return is_accelerated || getenv("GGML_EXT_VK_INTEGER_DOT") != nullptr;
+}
+
+// Whether integers take fewer operations than floats (kernel_counts.py). With one column they do not if each weight takes a look-up.
+static bool ggml_ext_vk_gains_from_integers(ggml_type type, int64_t n_columns) {
+    switch (type) {
+#define GGML_EXT_X(NAME, name, K, V, ...) case GGML_TYPE_##NAME: return n_columns > 1 || V > 1;
+        GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+        GGML_EXT_CODEBOOK_CASES return n_columns > 1;
+        default:                return true;
+    }
+}
+
+// Types of the activations that products read. Q8_1 stands for q8.glsl. mul_mat_vec takes it where upstream takes it for K-quants with n columns or tokens,
+// ggml_vk_should_use_mmvq(), mul_mm wherever it has the pipelines. Their keys have it as the type of src1.
+static ggml_type ggml_ext_vk_vec_y_type(const vk_device & device, const ggml_tensor * w, const ggml_tensor * x, int64_t n, int64_t n_columns) {
+    return device->integer_dot_product && ggml_ext_vk_is_weight_type(w->type) && ggml_vk_should_use_mmvq(device, w->ne[1], n, w->ne[0], w->type) &&
+        (ggml_ext_vk_gains_from_integers(w->type, n_columns) || device->mmvq_mode == 1) ? GGML_TYPE_Q8_1 : x->type;
+}
+static ggml_type ggml_ext_vk_mm_y_type(const vk_device & device, const ggml_tensor * w, bool mul_mat_id) {
+    return w->type == GGML_TYPE_BF16 ? GGML_TYPE_BF16 :
+        ggml_ext_vk_is_weight_type(w->type) && device->pipeline_matmul.count({w->type, GGML_TYPE_Q8_1, mul_mat_id, false}) ? GGML_TYPE_Q8_1 : GGML_TYPE_F16;
+}
+
+// Whether a product reads its activations from a copy in prealloc_y. Rotated types always do, because the copy rotates. mul_mm does for all types,
+// because its shaders only take activations in the order of the codes, and so do products of integers.
+static bool ggml_ext_vk_copies_y(const ggml_tensor * w, ggml_type y_type) {
+    return ggml_ext_vk_is_weight_type(w->type) && (y_type != GGML_TYPE_F32 || ggml_ext_vk_rotated_block(w->type) != 0);
 }
 
 // Get the pipeline of that copy, in place of ggml_vk_get_cpy_pipeline().
 static vk_pipeline ggml_ext_vk_get_y_pipeline(ggml_backend_vk_context * ctx, const ggml_tensor * w, const ggml_tensor * x, const ggml_tensor * dst,
                                               ggml_type y_type) {
-    const int block = ggml_ext_vk_rotated_block(w->type);
-    const bool is_mul_mm = y_type == GGML_TYPE_F16; // mul_mat_vec reads F32
-    if (block == 0 && !(is_mul_mm && ggml_ext_vk_is_weight_type(w->type))) {
+    const int block = ggml_ext_vk_rotated_block(w->type), to = y_type == GGML_TYPE_F32 ? 0 : y_type == GGML_TYPE_F16 ? 1 : 2;
+    if (!ggml_ext_vk_is_weight_type(w->type) || (block == 0 && to == 0)) {
         return ggml_vk_get_cpy_pipeline(ctx, x, dst, y_type);
     }
-    GGML_ASSERT(x->type == GGML_TYPE_F32 && (is_mul_mm || y_type == GGML_TYPE_F32));
-    if (block == 0) {
-        GGML_ASSERT(ggml_blck_size(w->type) == 256);
-        return ctx->device->pipeline_ggml_ext_reorder;
-    }
-    return ctx->device->pipeline_ggml_ext_rotate[ggml_ext_vk_rotate_index(block)][is_mul_mm];
+    GGML_ASSERT(x->type == GGML_TYPE_F32 && (block != 0 || ggml_blck_size(w->type) == 256));
+    return ctx->device->pipeline_ggml_ext_copy[ggml_ext_vk_copy_index(block)][to];
 }
 
 // --- supported operations --------------------------------------------------------------------------------------------

@@ -25,22 +25,48 @@ static void ggml_ext_shader(const std::string & name, const std::string & source
 // mul_mat_vec and get_rows of one type. Upstream's loops compile mul_mm.
 static void ggml_ext_shaders(const std::string & type, const std::string & data_a_key) {
     for (const std::string reduction : {"", "_subgroup", "_subgroup_no_shmem"}) {
-        std::map<std::string, std::string> defines = {{data_a_key, "1"}, {"B_TYPE", "float"}, {"B_TYPEV2", "vec2"}, {"B_TYPEV4", "vec4"}, {"D_TYPE", "float"}};
+        std::map<std::string, std::string> defines = {{data_a_key, "1"}, {"D_TYPE", "float"}};
         if (!reduction.empty()) {
             defines[reduction == "_subgroup" ? "USE_SUBGROUP_ADD" : "USE_SUBGROUP_ADD_NO_SHMEM"] = "1";
         }
-        ggml_ext_shader("mul_mat_vec_" + type + "_f32_f32" + reduction, "ggml_ext_mul_mat_vec.comp", defines);
-        defines["MUL_MAT_ID"] = "1";
-        ggml_ext_shader("mul_mat_vec_id_" + type + "_f32_f32" + reduction, "ggml_ext_mul_mat_vec.comp", defines);
+        for (const std::string id : {"", "id_"}) {
+            const std::string name = "mul_mat_vec_" + id + type;
+            std::map<std::string, std::string> floats = {{"B_TYPE", "float"}, {"B_TYPEV2", "vec2"}, {"B_TYPEV4", "vec4"}};
+            floats.insert(defines.begin(), defines.end());
+            ggml_ext_shader(name + "_f32_f32" + reduction, "ggml_ext_mul_mat_vec.comp", floats);
+            if (reduction != "_subgroup") { // upstream's tables list it, but no pipeline uses it
+                std::map<std::string, std::string> integers = {{"EXT_INTEGER", "1"}, {"B_TYPE", "ext_q8"}};
+                integers.insert(defines.begin(), defines.end());
+                ggml_ext_shader(name + "_q8_1_f32" + reduction, "ggml_ext_mul_mat_vec.comp", integers);
+            }
+            defines["MUL_MAT_ID"] = "1";
+        }
     }
     ggml_ext_shader("get_rows_" + type,          "ggml_ext_get_rows.comp", {{data_a_key, "1"}, {"B_TYPE", "int"}, {"D_TYPE", "float16_t"}});
     ggml_ext_shader("get_rows_" + type + "_f32", "ggml_ext_get_rows.comp", {{data_a_key, "1"}, {"B_TYPE", "int"}, {"D_TYPE", "float"}});
 }
 
+// mul_mmq of one type: its tiles hold scales as floats, and those of the activations as they are in memory (mul_mmq.glsl)
+static void ggml_ext_mmq_shader(const std::string & matmul, const std::string & type, const std::string & data_a_key,
+                                std::map<std::string, std::string> defines) {
+    defines.insert({{data_a_key, "1"}, {"EXT_INTEGER", "1"}, {"D_TYPE", "float"}, {"FLOAT_TYPEV2", "uint"}});
+    ggml_ext_shader(matmul + "_" + type + "_q8_1", "mul_mmq.comp", defines);
+}
+
+// Copies of activations: to F32 for mul_mat_vec (rotated types only), to F16 for mul_mm, to integers.
 static void ggml_ext_activation_shaders() {
-    for (const std::string block : {"32", "64", "256"}) {
-        ggml_ext_shader("ggml_ext_rotate_" + block + "_f32", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"A_TYPE", "float"}, {"D_TYPE", "float"}});
-        ggml_ext_shader("ggml_ext_rotate_" + block + "_f16", "ggml_ext_rotate.comp", {{"EXT_ROTATION", block}, {"EXT_ORDER", block}, {"A_TYPE", "float"}, {"D_TYPE", "float16_t"}});
+    for (const auto & [name, block, rotation] : {std::array<const char *, 3>{"rotate_32", "32", "32"}, {"rotate_64", "64", "64"}, {"rotate_256", "256", "256"},
+                                                 {"copy_256", "256", "0"}}) {
+        const std::string prefix = std::string("ggml_ext_") + name;
+        const std::map<std::string, std::string> defines = {{"EXT_BLOCK", block}, {"EXT_ROTATION", rotation}, {"A_TYPE", "float"}};
+        const auto compile = [&](const char * type, std::map<std::string, std::string> more) {
+            more.insert(defines.begin(), defines.end());
+            ggml_ext_shader(prefix + type, "ggml_ext_rotate.comp", more);
+        };
+        if (rotation != std::string("0")) {
+            compile("_f32", {{"D_TYPE", "float"}});
+        }
+        compile("_f16",  {{"D_TYPE", "float16_t"}, {"EXT_ORDER", "1"}});
+        compile("_q8_1", {{"D_TYPE", "ext_q8"}, {"EXT_QUANTIZE", "1"}});
     }
-    ggml_ext_shader("ggml_ext_reorder_256_f16", "ggml_ext_reorder.comp", {{"EXT_ORDER", "256"}, {"A_TYPE", "float"}, {"D_TYPE", "float16_t"}});
 }

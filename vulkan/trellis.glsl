@@ -4,17 +4,23 @@
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
 // V = 1: the table has code - offset as the bits of halves, which is exact and requires no 16-bit arithmetic.
 // V = 2: the table has both codes of a step as bytes, so that two weights take one look-up. The caller subtracts the offset.
+// With EXT_INTEGER the table has code - offset as signed bytes: one, below a byte of zeros, or both.
 const uint EXT_LANES = QUANT_K/8; // bytes per plane
 #define NEEDS_INIT_IQ_SHMEM
 shared uint16_t ext_table[4096];
 
 #if EXT_TRELLIS_V == 1
 #define EXT_TERMS(first, second) (first)
+#else
+#define EXT_TERMS(first, second) ((first) | (second) << 8)
+#endif
+#ifdef EXT_INTEGER
+#define EXT_ENTRY(term, other)   (ext_centered((term) + (other), uint(ext_trellis_offset)) & (EXT_TRELLIS_V == 1 ? 0xff : 0xffff))
+#elif EXT_TRELLIS_V == 1
 #define EXT_ENTRY(term, other)   packHalf2x16(vec2(float(term) + (float(other) - ext_trellis_offset), 0.0))
 float ext_value(const uint entry, const uint g) { return unpackHalf2x16(entry).x; }
 #else
 #define EXT_OFFSET
-#define EXT_TERMS(first, second) ((first) | (second) << 8)
 #define EXT_ENTRY(term, other)   ((term) + (other))
 float ext_value(const uint entry, const uint g) { return float(entry >> 8*(g & 1) & 0xff); }
 #endif
@@ -174,6 +180,17 @@ ext_words ext_load_lane(const uint ib, const uint c) {
 #define EXT_INDEX(w, g, b) ((g < 4 ? w.windows[0][b] : w.windows[1][b]) >> 4*(g & 3) & 0xfff)
 #endif
 
+#ifdef EXT_INTEGER
+#define EXT_LOOK_UP(b) uint(ext_table[EXT_INDEX(w, (g/EXT_TRELLIS_V), b)])
+int ext_ints(const ext_words w, const uint g) {
+#if EXT_TRELLIS_V == 1
+    return ext_pack(EXT_LOOK_UP(0), EXT_LOOK_UP(1), EXT_LOOK_UP(2), EXT_LOOK_UP(3));
+#else
+    const uint even = EXT_LOOK_UP(0) | EXT_LOOK_UP(2) << 16, odd = EXT_LOOK_UP(1) | EXT_LOOK_UP(3) << 16;
+    return int(g % 2 == 0 ? (even & 0x00ff00ff) | (odd & 0x00ff00ff) << 8 : (even >> 8 & 0x00ff00ff) | (odd & 0xff00ff00));
+#endif
+}
+#else
 vec4 ext_values(const ext_words w, const uint g) {
     const uint t = g/EXT_TRELLIS_V; // step
     vec4 v;
@@ -182,4 +199,5 @@ vec4 ext_values(const ext_words w, const uint g) {
     }
     return v;
 }
+#endif
 float ext_scale(const ext_words w) { return w.d; }

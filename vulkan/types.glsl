@@ -182,3 +182,6 @@ const float ext_codebook_offset = 63.5;
 #define A_TYPE ext_block
 #define QUANT_R 1
 #endif
+#ifdef EXT_INTEGER
+#include "q8.glsl"
+#endif

@@ -5,6 +5,9 @@
 //   ext_values(words, g)     the four weights of group g: (code - offset) times the integer scale, exact; or the codes, see EXT_OFFSET
 //   EXT_OFFSET               if defined, the caller subtracts ext_offset(words)
 //   ext_scale(words)         the factor of the values
+// With EXT_INTEGER, in place of ext_values():
+//   ext_ints(words, g)       these weights, or the codes, as four signed bytes
+//   EXT_GROUP_SCALE          if defined, they do not include the integer scale ext_group_scale(words, g)
 //   NEEDS_INIT_IQ_SHMEM      if defined, init_iq_shmem() must first fill the table of ext_values() in shared memory
 // The integers equal those of ggml_ext/types/<type>.h. types.glsl (generated) has the block, as words of EXT_WORD_BITS for its alignment,
 // its sizes and the constants of codes.
@@ -30,6 +33,11 @@ vec4 ext_bytes(const uint q) {
     return vec4(float(q & 0xff), float(q >> 8 & 0xff), float(q >> 16 & 0xff), float(q >> 24));
 }
 uint ext_get_byte(const uint word, const uint b) { return bitfieldExtract(word, int(8*b), 8); }
+
+// Four codes below 128 less `offset`, as signed bytes. No byte carries.
+uint ext_centered(const uint codes, const uint offset) { return (codes + 0x01010101*(128 - offset)) ^ 0x80808080; }
+// Four bytes, the last with any bits above it.
+int ext_pack(const uint b0, const uint b1, const uint b2, const uint b3) { return int(b0 | b1 << 8 | b2 << 16 | b3 << 24); }
 
 // Byte i of a constant table of 16.
 uint ext_look_up(const uint table[4], const uint i) {

@@ -283,7 +283,7 @@ def render_vulkan_blocks(types: list[dict]) -> str:
         if "codebook" in row:
             out += [f"const uint ext_codebook[4] = uint[4]({words_of(bytes(row['codebook']))});",
                     f"const float ext_codebook_offset = {row['codebook_offset']};"]
-    return "\n".join([*out, "#endif", "#ifdef DATA_A_GGML_EXT", "#define A_TYPE ext_block", "#define QUANT_R 1", "#endif"]) + "\n"
+    return "\n".join([*out, "#endif", "#ifdef DATA_A_GGML_EXT", "#define A_TYPE ext_block", "#define QUANT_R 1", "#endif", "#ifdef EXT_INTEGER", '#include "q8.glsl"', "#endif"]) + "\n"
 
 
 def render_vulkan_unpackers(types: list[dict]) -> str:

@@ -5,7 +5,7 @@
     kernel_counts.py vulkan TREE     TREE: the patched one, for example build/vulkan/llama.cpp
 
 Prints the tables of docs/reference/metal.md and vulkan.md. Metal: clang compiles the kernels as OpenCL C++ to LLVM IR for a GPU, optimized.
-Vulkan: load_a_to_shmem() of mul_mm in SPIR-V, after glslc and spirv-opt -O. Loads are those of device memory, look-ups those of tables and codebooks.
+Vulkan: SPIR-V after glslc and spirv-opt -O, of load_a_to_shmem() of mul_mm, of mul_mat_vec in floats and in integers, and of block_a_to_shmem() of mul_mmq. Loads are those of device memory, look-ups those of tables and codebooks.
 Arithmetic includes the addresses of Vulkan but not those of Metal, and no conversions between integers, stores or branches. A driver's compiler merges
 some and adds others. Needs clang 14, glslc and spirv-tools.
 """
@@ -172,19 +172,26 @@ SHADERS = Path("ggml/src/ggml-vulkan/vulkan-shaders")
 DEFINES = {"FLOAT16": "1", "FLOAT_TYPE": "float16_t", "FLOAT_TYPEV2": "f16vec2", "FLOAT_TYPEV4": "f16vec4", "ACC_TYPE": "float", "ACC_TYPEV2": "vec2",
            "B_TYPE": "float16_t", "B_TYPE_SCALAR": "float16_t", "B_TYPEV4": "f16vec4", "D_TYPE": "float"}
 LOAD_A = "load_a_to_shmem(gl_WorkGroupID.x, gl_LocalInvocationID.x, gl_LocalInvocationID.y, 0, 0, p.K);"
+VULKAN_COUNTS = ("StorageBuffer", "Workgroup", "arithmetic")
+# the products of one block with all rows and columns; the results depend on all of them
+ADD_BLOCK = """
+    [[unroll]] for (uint j = 0; j < NUM_COLS; ++j) { [[unroll]] for (uint n = 0; n < NUM_ROWS; ++n) { temp[j][n] = 0.0; } }
+    CALL
+    [[unroll]] for (uint j = 0; j < NUM_COLS; ++j) { [[unroll]] for (uint n = 0; n < NUM_ROWS; ++n) { data_d[j*NUM_ROWS + n] = temp[j][n]; } }
+"""
 ARITHMETIC = re.compile(r"Op(I|F|S|U|Bit|Shift|Convert|Vector|Ext)")
 NO_SPIRV_ARITHMETIC = {"OpUConvert", "OpSConvert", "OpStore", "OpSelectionMerge", "OpSwitch", "OpExtInstImport", "OpExtension", "OpFunction", "OpFunctionEnd",
                        "OpVectorShuffle", "OpSource", "OpSourceExtension", "OpString", "OpSpecConstant", "OpSpecConstantOp", "OpSpecConstantComposite"}
 
 
-def compile_vulkan(shaders: Path, text: str, defines: dict[str, str]) -> Counter:
-    """Compile a shader and count the operations in its SPIR-V: loads by storage class, arithmetic."""
+def compile_vulkan(shaders: Path, text: str, defines: dict[str, str], *options: str) -> Counter:
+    """Compile a shader and count the operations in its SPIR-V: loads by storage class, arithmetic. options: more of spirv-opt's."""
     with tempfile.TemporaryDirectory() as folder:
         source, spirv, optimized = (Path(folder) / name for name in ("a.comp", "a.spv", "b.spv"))
         source.write_text(text)
         for command in (["glslc", "-fshader-stage=compute", "--target-env=vulkan1.2", f"-I{shaders}", source, "-o", spirv,
                          *(f"-D{name}={value}" for name, value in defines.items())],
-                        ["spirv-opt", "--target-env=vulkan1.2", "--freeze-spec-const", "-O", spirv, "-o", optimized],
+                        ["spirv-opt", "--target-env=vulkan1.2", *options, "--freeze-spec-const", "-O", spirv, "-o", optimized],
                         ["spirv-dis", optimized]):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
@@ -204,12 +211,11 @@ def compile_vulkan(shaders: Path, text: str, defines: dict[str, str]) -> Counter
     return counts
 
 
-def count_vulkan(tree: Path) -> None:
-    shaders = tree / SHADERS
+def count_mul_mm(shaders: Path) -> None:
     head = (shaders / "mul_mm.comp").read_text().split("void main() {")[0].replace("layout (constant_id = 12) const uint MmTypeA = 0;",
                                                                                     "const uint MmTypeA = MM_TYPE;")
     ours = int(re.search(r"LOAD_VEC_A = (\d+)", (shaders / "ggml_ext" / "mul_mm.glsl").read_text())[1])
-    print("| type | loads | look-ups | arithmetic |\n| --- | --- | --- | --- |")
+    print("| mul_mm | loads | look-ups | arithmetic |\n| --- | --- | --- | --- |")
     for name in (*metal_library.weight_types(), "q4_K"):
         upper = name.upper()
         if name == "q4_K":
@@ -218,8 +224,44 @@ def count_vulkan(tree: Path) -> None:
             load_vec_a, defines = ours, {**DEFINES, f"DATA_A_{upper}": "1", "LOAD_VEC_A": str(ours)}
         with_load, without = (compile_vulkan(shaders, f"{head}void main() {{ {call} barrier(); data_d[gl_LocalInvocationID.x] = "
                                              "D_TYPE(buf_a[gl_LocalInvocationID.y].x); }", defines) for call in (LOAD_A, ""))
-        counts = [(with_load[key] - without[key]) * 16 / load_vec_a for key in ("StorageBuffer", "Workgroup", "arithmetic")]
+        counts = [(with_load[key] - without[key]) * 16 / load_vec_a for key in VULKAN_COUNTS]
         print(f"| {upper} | " + " | ".join(f"{n:g}" for n in counts) + " |")
+
+
+def count_mul_mat_vec(shaders: Path) -> None:
+    """Count a thread's 32 weights of each row, with the rows that pipelines.h chooses for one and for eight columns, in floats and in integers."""
+    head = (shaders / "ggml_ext_mul_mat_vec.comp").read_text().split("void compute_outputs(")[0]
+    floats = {"B_TYPE": "float", "B_TYPEV2": "vec2", "B_TYPEV4": "vec4"}
+    print("\n| mul_mat_vec, floats / integers | " + " | ".join(f"{n} column{'s' * (n > 1)}: loads | look-ups | arithmetic" for n in (1, 8)) +
+          " |\n" + "| --- " * 7 + "|")
+    for name in metal_library.weight_types():
+        cells = []
+        for n_columns, n_rows in ((1, 4), (8, 2)):
+            sizes = ("--set-spec-const-default-value", f"1:{n_rows} 2:{n_columns}")
+            numbers = []
+            for more in (floats, {"B_TYPE": "ext_q8", "EXT_INTEGER": "1"}):
+                defines = {f"DATA_A_{name.upper()}": "1", "D_TYPE": "float", "FLOAT_TYPE": "float", "FLOAT_TYPEV2": "vec2", **more}
+                with_block, without = (compile_vulkan(shaders, f"{head}void main() {{ {ADD_BLOCK.replace('CALL', call)} }}", defines, *sizes)
+                                       for call in ("add_block(p.stride_a, p.stride_b, p.ncols, 0, NUM_ROWS, gl_WorkGroupID.x, gl_LocalInvocationID.x);", ""))
+                numbers.append([(with_block[key] - without[key]) / (2 * n_rows) for key in VULKAN_COUNTS])
+            cells += [f"{a:.3g} / {b:.3g}" for a, b in zip(*numbers, strict=True)]
+        print(f"| {name.upper()} | " + " | ".join(cells) + " |")
+
+
+def count_mul_mmq(shaders: Path) -> None:
+    head = (shaders / "mul_mmq.comp").read_text().split("void main() {")[0]
+    print("\n| mul_mmq | loads | look-ups | arithmetic |\n| --- | --- | --- | --- |")
+    for name in metal_library.weight_types():
+        defines = {**DEFINES, f"DATA_A_{name.upper()}": "1", "EXT_INTEGER": "1", "FLOAT_TYPE": "float", "FLOAT_TYPEV2": "uint"}
+        with_load, without = (compile_vulkan(shaders, f"{head}void main() {{ {call} barrier(); data_d[gl_LocalInvocationID.x] = "
+                                             "float(buf_a[gl_LocalInvocationID.y].qs[0]); }", defines)
+                              for call in ("block_a_to_shmem(gl_LocalInvocationID.x, gl_WorkGroupID.x, 0);", ""))
+        print(f"| {name.upper()} | " + " | ".join(f"{(with_load[key] - without[key]) / 2:g}" for key in VULKAN_COUNTS) + " |")
+
+
+def count_vulkan(tree: Path) -> None:
+    for count in (count_mul_mm, count_mul_mat_vec, count_mul_mmq):
+        count(tree / SHADERS)
 
 
 def main() -> int:

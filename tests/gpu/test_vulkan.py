@@ -1,7 +1,7 @@
 """The Vulkan backend with our kernels on lavapipe, against the scalar reference in double precision; a model against the CPU.
 
-lavapipe has neither matrix cores nor integer dot products, and its subgroups have eight threads. Code for other devices is compiled here
-but not run. LLVM takes nearly all of the time, once per pipeline.
+lavapipe has no matrix cores, and its subgroups have eight threads. Code for other devices is compiled here but not run. It has integer dot products but
+says that they are slow, so products use floats unless a test forces integers. LLVM takes nearly all of the time, once per pipeline.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def row_length(type_name: str, k: int) -> int:
     return k + TYPES[type_name].block_size % 256
 
 
-def assert_close(type_name: str, cases: list[Case], **variables: str) -> None:
-    for case, result in vulkan.run_cases(type_name, cases, **variables).items():
+def assert_close(type_name: str, cases: list[Case], *, integers: bool = False, **variables: str) -> None:
+    """integers: both round the activations to 8 bits alike, and all else is exact up to sums in F32. Floats would differ by 1e-4."""
+    for case, result in vulkan.run_cases(type_name, cases, integers=integers, **variables).items():
         assert result is not None, f"{type_name} {case}: refused"
-        is_matrix = case.n > 8 or (case.n > 1 and case.batch * case.r2 > 1)
+        is_matrix = not integers and case.n > 8 or (case.n > 1 and case.batch * case.r2 > 1)
         if case.operation == "rows":
             assert result.different == 0, f"{type_name} {case}: {result.different} of {result.values} values have other bits"
         elif not is_matrix:
@@ -78,6 +79,43 @@ def test_products_of_many_columns(name):
     """The smallest tile."""
     k = row_length(name, 768)
     assert_close(name, [Case("f32", k, 70, 30), Case("plain", k, 33, 9), Case("view", k, 33, 9, 1, 3), Case("permuted", k, 33, 9, 2, 2)])
+
+
+@pytest.mark.parametrize("name", EACH_KIND)
+def test_integer_products(name):
+    """Vectors and tiles, also of experts; rows that end inside a tile's 128 weights, batches, views and permutations."""
+    k = row_length(name, 1024)
+    assert_close(name, [*(Case("plain", k, 67, n) for n in (1, 2, 5, 8)), Case("view", k, 33, 5), Case("permuted", k, 33, 1, 2, 2),
+                        Case("plain", row_length(name, 256), 5, 1), Case("plain", row_length(name, 4096), 9, 1), Case("experts", k, 33, 1),
+                        Case("plain", row_length(name, 768), 70, 30), Case("view", k, 33, 9, 1, 3), Case("permuted", row_length(name, 512), 33, 9, 2, 2),
+                        Case("experts", row_length(name, 512), 64, 33)], integers=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_larger_tiles_of_integers(name):
+    k = row_length(name, 512)
+    assert_close(name, [Case("plain", k, 130, 70), Case("plain", k, 64, 40), *(Case("plain", k, 67, n) for n in (3, 4, 6, 7))], integers=True)
+
+
+@pytest.mark.parametrize("name", ["itq3_s", "itq2_t64"])
+def test_integer_products_without_subgroup_arithmetic(name):
+    k = row_length(name, 1024)
+    assert_close(name, [Case("plain", k, 67, 3), Case("experts", k, 33, 1)], integers=True, GGML_EXT_VK_NO_SUBGROUPS="1")
+
+
+def test_integers_are_chosen_where_they_gain():
+    """One column of types with a look-up for each weight does not."""
+    columns = {n: Case("plain", 1024, 67, n) for n in (1, 2)}
+    for name, has_gain in (("itq3_s", True), ("itq1h_t", True), ("itq3_t", False)):
+        errors = {n: vulkan.run_cases(name, [case], GGML_EXT_VK_INTEGER_DOT="1")[case].max_error for n, case in columns.items()}
+        assert errors[2] > VECTOR_BOUND and (errors[1] > VECTOR_BOUND) == has_gain, (name, errors)
+
+
+@pytest.mark.parametrize("variable", ["GGML_VK_DISABLE_INTEGER_DOT_PRODUCT", "GGML_VK_DISABLE_MMVQ"])
+def test_variables_of_upstream_choose_floats(variable):
+    """The second one only for vectors."""
+    assert_close("itq3_s", [Case("plain", 1024, 67, 2), Case("experts", 1024, 33, 1)], GGML_EXT_VK_INTEGER_DOT="1", **{variable: "1"})
 
 
 @pytest.mark.nightly
@@ -147,14 +185,14 @@ def find_shaders() -> list[Path]:
 
 
 def test_all_shaders_are_valid():
-    """Each type has products without matrix cores (three kinds of experts, five of numbers), six reductions and two of rows.
+    """Each type has products without matrix cores (three kinds of experts, six of numbers), six reductions, four for integers, and two of rows.
 
-    Seven shaders copy activations.
+    Eleven shaders copy activations.
 
     An old spirv-val cannot check mixed dot products, which upstream's own shaders use too.
     """
     shaders = find_shaders()
-    assert len(shaders) >= len(WEIGHT_TYPES) * (3 * 5 + 6 + 2) + 7, "some shaders are not compiled"
+    assert len(shaders) >= len(WEIGHT_TYPES) * (3 * 6 + 6 + 4 + 2) + 11, "some shaders are not compiled"
     for path in shaders:
         done = subprocess.run(["spirv-val", "--target-env", "vulkan1.2", path], capture_output=True, text=True)
         is_unsupported = "_dot2" in path.stem and UNKNOWN_CAPABILITY in done.stderr

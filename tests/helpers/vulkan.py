@@ -55,15 +55,20 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "VK_ICD_FILENAMES": drivers[0], "VK_DRIVER_FILES": drivers[0], "GGML_VK_VISIBLE_DEVICES": "0", **more}
 
 
-def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case, CaseResult | None]:
+def run_cases(type_name: str, cases: list[Case], *, integers: bool = False, **variables: str) -> dict[Case, CaseResult | None]:
     """Run cases in one process; a result is None where the device refuses.
+
+    With `integers` the device uses integer dot products in all products, although lavapipe says that they are slow, and the reference rounds the
+    activations too.
 
     Cases with the most activations run first: lavapipe 22.3 corrupts its heap when ggml's buffer for them grows, with
     upstream types too.
     """
     cases = sorted(cases, key=Case.n_activations, reverse=True)
+    if integers:
+        variables |= {"GGML_EXT_VK_INTEGER_DOT": "1", "GGML_VK_FORCE_MMVQ": "1"}
     lines = "".join(f"{type_name} {' '.join(map(str, case))}\n" for case in cases)
-    done = subprocess.run([require_built(VULKAN, "ggml-ext-vulkan-driver"), library()], input=lines, capture_output=True, text=True,
+    done = subprocess.run([require_built(VULKAN, "ggml-ext-vulkan-driver"), library(), *["integers"] * integers], input=lines, capture_output=True, text=True,
                           env=environment(**variables))
     answers = done.stdout.splitlines()
     where = cases[len(answers)] if len(answers) < len(cases) else "the end"

@@ -1,6 +1,8 @@
 // Check operations on ggml-ext types on a Vulkan device against the scalar reference in double precision.
 //
-//   ggml-ext-vulkan-driver LIBGGML_VULKAN < cases
+//   ggml-ext-vulkan-driver LIBGGML_VULKAN [integers] < cases
+//
+// With "integers" the device is expected to round activations to 8 bits (vulkan/q8.glsl), and so does the reference.
 //
 // A case is a line "type operation k m n batch r2": weights k x m, n columns (rows: n indices; experts: n tokens with two of four
 // experts), `batch` weight matrices, each for r2 matrices of activations. Operations:
@@ -14,6 +16,7 @@
 #include "ggml.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
+#include "ggml-ext-rotation.h"
 
 #include <cmath>
 #include <cstdio>
@@ -34,6 +37,7 @@ struct test_case {
     ggml_type   type;
     std::string operation;
     int64_t     k, m, n, batch, r2;
+    bool        integers;
 };
 
 struct graph {
@@ -130,6 +134,9 @@ data fill(const test_case & c, const graph & g) {
         ggml_backend_tensor_set(g.x, d.ids.data(), 0, ggml_nbytes(g.x));
     } else {
         d.x = random_values(ggml_nelements(g.base));
+        for (int64_t i = 0; c.integers && i < ggml_nelements(g.base); ++i) { // rows of sizes that halves do not hold
+            d.x[i] = std::ldexp(d.x[i], 12*(int) (i/g.base->ne[0] % 9) - 48);
+        }
         ggml_backend_tensor_set(g.base, d.x.data(), 0, ggml_nbytes(g.base));
     }
     if (g.ids) {
@@ -161,6 +168,58 @@ std::pair<const float *, const float *> operands(const test_case & c, const data
     return {w, &d.x[(z*c.n + q)*c.k]};
 }
 
+GGML_EXT_DEFINE_BUTTERFLIES(butterflies, double)
+
+// Blocks of activations, and whether they are rotated.
+std::pair<int, bool> block_of(ggml_type type) {
+    switch (type) {
+#define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return {GGML_EXT_##NAME##_BLOCK_SIZE, GGML_EXT_##NAME##_ROTATED != 0};
+        GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+        default: throw std::runtime_error("not a type of ggml-ext");
+    }
+}
+
+// Round a block as the device does, in place: a group has the values of one thread, and a scale in bfloat16 that is rounded up.
+void round_block(float * x, int n) {
+    for (int k = 0; k < n/32; ++k) {
+        const auto at = [&](int i) -> float & { return x[n/8*(i/4) + 4*k + i%4]; };
+        float max = 0;
+        for (int i = 0; i < 32; ++i) {
+            max = std::max(max, std::fabs(at(i)));
+        }
+        const float quotient = max/127;
+        uint32_t bits;
+        memcpy(&bits, &quotient, sizeof(bits));
+        bits = (bits + 0xffff) & 0xffff0000;
+        float scale;
+        memcpy(&scale, &bits, sizeof(bits));
+        for (int i = 0; i < 32; ++i) {
+            at(i) = std::nearbyint(at(i)*(1/scale))*scale;
+        }
+    }
+}
+
+std::vector<double> activations(const test_case & c, const float * x) {
+    std::vector<double> result(x, x + c.k);
+    const auto [n, is_rotated] = block_of(c.type);
+    for (int64_t begin = 0; c.integers && begin < c.k; begin += n) {
+        std::vector<float> block(x + begin, x + begin + n);
+        if (is_rotated) {
+            ggml_ext_rotate_block(block.data(), n);
+        }
+        round_block(block.data(), n);
+        std::copy(block.begin(), block.end(), &result[begin]);
+        if (is_rotated) {
+            butterflies(&result[begin], n);
+            for (int j = 0; j < n; ++j) {
+                result[begin + j] *= ggml_ext_rotation_scale(n)*(ggml_ext_signs[j/32] >> j%32 & 1 ? -1 : 1);
+            }
+        }
+    }
+    return result;
+}
+
 void compare(const test_case & c, const graph & g, const data & d) {
     std::vector<float> out(ggml_nelements(g.out));
     ggml_backend_tensor_get(g.out, out.data(), 0, ggml_nbytes(g.out));
@@ -182,13 +241,14 @@ void compare(const test_case & c, const graph & g, const data & d) {
     } else {
         for (int64_t z = 0; z < g.out->ne[2]; ++z) {
             for (int64_t q = 0; q < g.out->ne[1]; ++q) {
+                const std::vector<double> x = activations(c, operands(c, d, z, q, 0).second);
                 for (int64_t r = 0; r < c.m; ++r) {
-                    const auto [w, x] = operands(c, d, z, q, r);
+                    const float * w = operands(c, d, z, q, r).first;
                     double product = 0, ww = 0, xx = 0;
                     for (int64_t j = 0; j < c.k; ++j) {
-                        product += (double) w[j]*x[j];
+                        product += w[j]*x[j];
                         ww += (double) w[j]*w[j];
-                        xx += (double) x[j]*x[j];
+                        xx += x[j]*x[j];
                     }
                     add(product, std::sqrt(ww*xx));
                 }
@@ -243,9 +303,9 @@ ggml_type find_type(const std::string & name) {
 } // namespace
 
 int main(int argc, char ** argv) try {
-    ggml_backend_reg_t reg = argc == 2 ? ggml_backend_load(argv[1]) : nullptr;
+    ggml_backend_reg_t reg = argc == 2 || argc == 3 ? ggml_backend_load(argv[1]) : nullptr;
     if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
-        fprintf(stderr, "error: %s\n", reg ? "no Vulkan device" : "usage: ggml-ext-vulkan-driver LIBGGML_VULKAN < cases");
+        fprintf(stderr, "error: %s\n", reg ? "no Vulkan device" : "usage: ggml-ext-vulkan-driver LIBGGML_VULKAN [integers] < cases");
         return 1;
     }
     ggml_backend_dev_t device = ggml_backend_reg_dev_get(reg, 0);
@@ -254,6 +314,7 @@ int main(int argc, char ** argv) try {
     std::vector<ggml_backend_buffer_t> buffers;
     for (std::string line, type; std::getline(std::cin, line);) {
         test_case c = {};
+        c.integers = argc == 3;
         std::istringstream words(line);
         if (!(words >> type >> c.operation >> c.k >> c.m >> c.n >> c.batch >> c.r2)) {
             throw std::runtime_error("invalid case: " + line);
