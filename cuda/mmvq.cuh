@@ -47,4 +47,32 @@ static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, c
     return dot<B>(unpacker<B>::unpack(((const B *) vbq)[kbx], k), *(const block_y *) (bq8_1 - first), first + k);
 }
 
+// The threads of mul_mat_vec_q for rows of n_columns weights: upstream's, or fewer warps. A warp multiplies 1024 weights per iteration. One
+// that has fewer iterations than others waits for them and keeps its registers, so take the number of warps with the fewest such waits. At
+// least two, unless they cover the row: the number of blocks per multiprocessor is limited.
+template <ggml_type type> static dim3 threads(dim3 upstream, uint32_t n_columns) {
+    if constexpr (is_weight_type(type)) {
+        const uint32_t n_iterations = (n_columns + 1023)/1024;
+        const auto     reserved     = [&](uint32_t n_warps) { return (n_iterations + n_warps - 1)/n_warps*n_warps; };
+        for (uint32_t n_warps = upstream.y; n_warps > 1; --n_warps) {
+            if (reserved(n_warps) < reserved(upstream.y)) {
+                upstream.y = n_warps;
+            }
+        }
+        upstream.y = std::min(upstream.y, n_iterations);
+    }
+    return upstream;
+}
+
+// Thread blocks per multiprocessor for __launch_bounds__: sixteen warps of 128 registers. Without the limit ptxas takes up to 170 for eight columns,
+// without fewer instructions.
+constexpr __host__ __device__ int min_blocks(ggml_type type, int n_warps) {
+    return is_weight_type(type) ? 16/n_warps : 1;
+}
+
+// The number of warps that threads() chose; upstream's types have a constant.
+template <ggml_type type> static __device__ __forceinline__ int launched_warps(int upstream) {
+    return is_weight_type(type) ? blockDim.y : upstream;
+}
+
 } // namespace ggml_ext

@@ -88,7 +88,8 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
         uint32_t high = 0; // byte b: high bits of the steps -4 ... 3 of byte b
         if constexpr (K == 3) {
             const uint16_t * steps = (const uint16_t *) x.symbols + 2*T + k;
-            const uint32_t   h = __ldg(steps), h_before = k == 0 ? header << 6 & 0xc000 : __ldg(steps - 1);
+            // loads without a branch, for k = 0 the last low bits: across branches, ptxas would unpack again for each column
+            const uint32_t   h = __ldg(steps), loaded = __ldg(steps - 1), h_before = k == 0 ? header << 6 & 0xc000 : loaded;
             high = prmt(h << 4 | h_before >> 12, h, 0x5140);
         }
 #pragma unroll

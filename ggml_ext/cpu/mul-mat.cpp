@@ -44,9 +44,9 @@ struct mul_mat {
         GGML_ASSERT(op->ne[0] == n_rows && src1->ne[0] == n && op->ne[2] == (ids ? ids->ne[1] : src1->ne[2]));
     }
 
-    // Upstream's code takes the others.
+    // Upstream's code takes the others. It skips empty results, whose operands need not fit each other with --split-mode tensor.
     static bool is_supported(const ggml_tensor * op) {
-        return (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID) && is_weight_type(op->src[0]->type) &&
+        return (op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID) && !ggml_is_empty(op) && is_weight_type(op->src[0]->type) &&
                op->src[1]->type == GGML_TYPE_F32 && op->src[1]->nb[0] == sizeof(float);
     }
 

@@ -1,25 +1,32 @@
 #!/usr/bin/env python3
-"""Count loads, look-ups and instructions of the Metal and Vulkan kernels per 16 weights, without a GPU, next to upstream's Q4_K.
+"""Count what the kernels for GPUs need, without a GPU, next to upstream types.
 
     kernel_counts.py metal TREE      TREE: the unpatched llama.cpp
     kernel_counts.py vulkan TREE     TREE: the patched one, for example build/vulkan/llama.cpp
+    kernel_counts.py cuda TREE       TREE: the patched one, for example build/package/llama.cpp
 
-Prints the tables of docs/reference/metal.md and vulkan.md. Metal: clang compiles the kernels as OpenCL C++ to LLVM IR for a GPU, optimized.
+Prints the tables of docs/reference/metal.md, vulkan.md and cuda.md. Metal and Vulkan: loads, look-ups and instructions per 16 weights. Metal: clang compiles the kernels as OpenCL C++ to LLVM IR for a GPU, optimized.
 Vulkan: SPIR-V after glslc and spirv-opt -O, of load_a_to_shmem() of mul_mm, of mul_mat_vec in floats and in integers, and of block_a_to_shmem() of mul_mmq. Loads are those of device memory, look-ups those of tables and codebooks.
 Arithmetic includes the addresses of Vulkan but not those of Metal, and no conversions between integers, stores or branches. A driver's compiler merges
 some and adds others. Needs clang 14, glslc and spirv-tools.
+
+CUDA: registers of each instance of MMVQ, warps that a multiprocessor holds at once, and whether ptxas spills registers. Needs nvcc and the headers
+of cuBLAS, and two minutes per type.
 """
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import cuda_tools
 import metal_library
 from pinned import Failure, run_script
 
@@ -264,11 +271,80 @@ def count_vulkan(tree: Path) -> None:
         count(tree / SHADERS)
 
 
+# --- CUDA
+
+# resident warps, thread blocks and KiB of shared memory per multiprocessor (CUDA C++ Programming Guide, technical specifications)
+MULTIPROCESSORS = {"80": (64, 32, 164), "90": (64, 32, 228), "120": (48, 24, 100)}
+REGISTERS = 65536 // 4  # of a quarter of a multiprocessor, where a warp takes multiples of 256
+RESERVED = 1024         # bytes of shared memory per block that the driver takes
+UPSTREAM = ("q4_K", "q3_K")
+ENTRY = re.compile(r"Compiling entry function '\w*?mul_mat_vec_q(_moe)?IL9ggml_type\d+ELi(\d)ELb(\d)E(?:Lb(\d)E)?\w*' for 'sm_(\d+)'.*?"
+                   r"(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?", re.S)
+# the kernels: (experts, columns, fused, rows shorter than 4096)
+SHORT = [(False, 1, fused, True) for fused in (False, True)]
+INSTANCES = [(False, 1, False, False), SHORT[0], (False, 1, True, False), SHORT[1], *((False, n, False, False) for n in range(2, 9)),
+             *((True, 2, fused, False) for fused in (False, True))]
+HEAD = ["1 column", "short rows", "fused", "fused, short rows", *map(str, range(2, 9)), "experts", "fused experts"]
+
+
+class Instance(NamedTuple):
+    """What ptxas says about a kernel: registers per thread, bytes of shared memory per block and of spilled registers per thread."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+    def resident_warps(self, n_warps: int, architecture: str) -> int:
+        """Return how many warps a multiprocessor holds at once, in blocks of n_warps (the rules of cuda_occupancy.h)."""
+        warps, blocks, kib = MULTIPROCESSORS[architecture]
+        of_registers = 4 * (REGISTERS // (-(-self.registers // 8) * 8 * 32))
+        return min(of_registers // n_warps, warps // n_warps, blocks, kib * 1024 // (-(-self.shared // 128) * 128 + RESERVED)) * n_warps
+
+
+def read_instances(log: str) -> list[tuple[tuple, Instance]]:
+    """Return the kernels of MMVQ in the messages of nvcc -Xptxas=-v, with their architectures and keys of INSTANCES."""
+    return [((architecture, moe != "", int(columns), fused == "1", short == "1"), Instance(int(registers), int(shared or 0), int(spilled)))
+            for moe, columns, fused, short, architecture, spilled, registers, shared in ENTRY.findall(log)]
+
+
+def compile_mmvq(tree: Path, name: str, architectures: list[str]) -> dict[tuple, Instance]:
+    """Compile all kernels of MMVQ for a type. Return them by architecture and key of INSTANCES."""
+    ggml = tree / "ggml"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "mmvq.cu"
+        source.write_text(cuda_tools.trimmed_mmvq((ggml / "src/ggml-cuda/mmvq.cu").read_text(), {name: name not in UPSTREAM}, tuple(range(1, 9))))
+        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+        command = cuda_tools.compile_command(ggml, "", *targets, "-w", "-Xptxas=-v", "-c", source, "-o", f"{folder}/mmvq.o")
+        done = subprocess.run([part for part in command if part != "-arch="], capture_output=True, text=True)
+    if done.returncode:
+        raise Failure(f"nvcc cannot compile {name}:\n{done.stderr[-3000:]}")
+    return dict(read_instances(done.stderr))
+
+
+def count_cuda(tree: Path, names: list[str], architectures: list[str]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        counts = dict(zip(names, pool.map(lambda name: compile_mmvq(tree, name, architectures), names), strict=True))
+    for architecture in architectures:
+        print(f"sm_{architecture}, registers / resident warps\n\n| type | {' | '.join(HEAD)} |\n" + "| --- " * (len(HEAD) + 1) + "|")
+        for name in names:
+            instances = {key: counts[name][(architecture, *key)] for key in INSTANCES}
+            # warps per block: of experts one per token; short rows have one per 1024 weights, here two
+            n_warps = {key: 2 if key in SHORT or key[1] > 4 or key[0] else 4 for key in INSTANCES}
+            print(f"| {name.upper()} | " + " | ".join(f"{i.registers} / {i.resident_warps(n_warps[key], architecture)}{' spills' * (i.spilled > 0)}"
+                                                      for key, i in instances.items()) + " |")
+        print()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend", choices=["metal", "vulkan"])
+    parser.add_argument("backend", choices=["metal", "vulkan", "cuda"])
     parser.add_argument("tree", type=Path)
+    parser.add_argument("--types", nargs="+", default=[*metal_library.weight_types(), *UPSTREAM], metavar="TYPE",
+                        help=f"cuda: types to compile (default: all of ggml-ext, {' and '.join(UPSTREAM)})")
+    parser.add_argument("--architectures", nargs="+", choices=MULTIPROCESSORS, default=["90"], help="cuda: for which GPUs (default: 90)")
     args = parser.parse_args()
+    if args.backend == "cuda":
+        return run_script(lambda: count_cuda(args.tree, args.types, args.architectures))
     return run_script(lambda: (count_metal if args.backend == "metal" else count_vulkan)(args.tree))
 
 

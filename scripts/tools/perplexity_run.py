@@ -86,7 +86,7 @@ def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: i
 
     try:
         run_perplexity("logits", has_header, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
-                       "--kl-divergence-base", part)
+                       "--kl-divergence-base", part, *args)
         BaseLogits.read(part)
         os.replace(part, out)
     finally:

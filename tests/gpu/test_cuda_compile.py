@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import cuda_tools
+import kernel_counts
 from ggml_ext import WEIGHT_TYPES
 from helpers.native import BUILD, ROOT
 
@@ -21,7 +22,7 @@ ARCHITECTURES = {"sm_90": "sm_90", "dp4a": "sm_75"}
 CUDA = "ggml/src/ggml-cuda"
 # Sources of types for make test, without tensor cores: tests/ptx compiles ours for sm_90. The others, and sm_90, are for make nightly.
 QUICK_TYPES = ("mmq-instance-q8_0", "mmq-itq3_s", "mmq-itq3_t")
-QUICK_MMVQ = {"ccq2": True, "itq3_t64": True, "q4_k": False}  # types whose kernels make test compiles, which take most of the time; True: ours
+QUICK_MMVQ = {"ccq2": True, "itq3_t64": True, "itq1h_t": True, "q4_k": False}  # types whose kernels make test compiles, which take most of the time; True: ours
 TENSOR_CORES = re.compile(r"^#\s*define (?:VOLTA|TURING|AMPERE|BLACKWELL)_MMA_AVAILABLE$", re.M)
 
 
@@ -83,6 +84,9 @@ def test_source_compiles(trees, tmp_path, source, arch):
         path = tmp_path / source
         path.write_text(text)
     command = cuda_tools.compile_command(tree / "ggml", ARCHITECTURES.get(arch, "sm_90"), "-Werror=all-warnings", "-diag-suppress=177",
-                                         "-c", path, "-o", tmp_path / "object.o")
+                                         "-Xptxas=-v", "-c", path, "-o", tmp_path / "object.o")
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    if source == "mmvq.cu":
+        instances = kernel_counts.read_instances(done.stderr)
+        assert instances and not [key for key, instance in instances if instance.spilled], "kernels spill registers"

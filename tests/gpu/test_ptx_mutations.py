@@ -66,6 +66,7 @@ VECTORS = [
     Mutation("mul_mat_vec_q", "a wrong lane", SHUFFLE, r"\1, 4", "result"),
     Mutation("mul_mat_vec_q", "another thread's scale", r"\+256\]", "+260]", "result"),
     Mutation("mul_mat_vec_q", "no wait", WAIT, "", "problem"),
+    Mutation("mul_mat_vec_q", "upstream's number of warps", r"(mov\.u32\s+%r\d+), %ntid\.y", r"\1, 4", "problem"),
     Mutation("quantize_q8", "inputs two bytes off", INPUTS, TWO_BYTES_OFF, "fault"),
     Mutation("quantize_q8", "a wrong lane", SHUFFLE, r"\1, 4", "result"),
     Mutation("quantize_q8", "another thread's scale", r"(st\.global\.u32\s+\[%rd\d+)\+256\]", r"\1+260]", "problem"),  # a write conflict
@@ -100,9 +101,9 @@ def detect(runner: ProductRunner, run, is_right, allowed=frozenset()) -> str:
     return "nothing" if is_right(result) else "result"
 
 
-def detect_in_product(lib, name: str, mutation: Mutation | None, n_rows: int, n: int, run, bound, allowed=frozenset()) -> str:
+def detect_in_product(lib, name: str, mutation: Mutation | None, n_rows: int, n: int, k: int, run, bound, allowed=frozenset()) -> str:
     """Judge a product: run(runner, weights, inputs) computes it, bound returns the expected result and the error bound."""
-    w, x = random_weights(lib, name, n_rows, row_length(name)), random_inputs(n, row_length(name))
+    w, x = random_weights(lib, name, n_rows, row_length(name, k)), random_inputs(n, row_length(name, k))
     runner = ProductRunner(name, "90", mutate=mutation and mutation.apply)
 
     def is_right(actual):
@@ -117,11 +118,11 @@ def detect_in_product(lib, name: str, mutation: Mutation | None, n_rows: int, n:
 
 
 def detect_in_vectors(lib, name: str, mutation: Mutation | None) -> str:
-    return detect_in_product(lib, name, mutation, 36, 1, ProductRunner.multiply_vectors, expected_product)
+    return detect_in_product(lib, name, mutation, 12, 1, 2048, ProductRunner.multiply_vectors, expected_product)
 
 
 def detect_in_tiles(lib, name: str, mutation: Mutation | None) -> str:
-    return detect_in_product(lib, name, mutation, 128, 13, lambda runner, w, x: runner.multiply_tiles(w, x, 8), expected_tiled_product, ALLOWED_PROBLEMS)
+    return detect_in_product(lib, name, mutation, 128, 13, 512, lambda runner, w, x: runner.multiply_tiles(w, x, 8), expected_tiled_product, ALLOWED_PROBLEMS)
 
 
 def detect_in_rows(lib, name: str, mutation: Mutation | None) -> str:

@@ -21,6 +21,7 @@ from helpers.ptx_products import (
     row_length,
     type_architecture_params,
 )
+from helpers.type_kinds import TYPE_KINDS
 from ptx.compiled import FULL, MAIN, RAGGED, STOCK, TENSOR_CORES, all_tiles_on
 
 SWIGLU = 2  # ggml_glu_op
@@ -41,17 +42,31 @@ def assert_within(actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -
 
 
 @every_type
-@pytest.mark.parametrize("n,long", [(1, False), (1, True), (2, False), (8, False), *(pytest.param(n, False, marks=nightly) for n in (3, 4, 5, 6, 7))],
+@pytest.mark.parametrize("n,k", [(1, 512), (1, 4096), (2, 1024), (8, 1024), *(pytest.param(n, 1024, marks=nightly) for n in (3, 4, 5, 6, 7))],
                          ids=["short-row", "1", "2", "8", *"34567"])
-def test_vectors_match_the_reference(lib, name, architecture, n, long):
-    w = random_weights(lib, name, 6 if long else 36, row_length(name, long))
+def test_vectors_match_the_reference(lib, name, architecture, n, k):
+    runner = check_vectors(lib, name, architecture, n, 36 if k == 512 else 8, k)
+    assert [launch.grid.programmatic for launch in runner.device.launches] == [architecture in PROGRAMMATIC] * 2
+
+
+def check_vectors(lib, name, architecture, n, n_rows, k) -> ProductRunner:
+    w = random_weights(lib, name, n_rows, row_length(name, k))
     runner, x = ProductRunner(name, architecture), random_inputs(n, w.n_columns)
     actual = runner.multiply_vectors(w, x)
     y = runner.activations(w, n)
     y.check(lib, name, x)
     assert_within(actual, *expected_product(w, 0, y))
     assert_no_problems(runner)
-    assert [launch.programmatic for launch in runner.device.launches] == [architecture in PROGRAMMATIC] * 2
+    return runner
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("k,n_warps", [(0, 1), (1024, 2), (2048, 3), (3072, 4), (4096, 3), (6144, 4), (9216, 2)])
+@pytest.mark.parametrize("name", TYPE_KINDS)
+def test_few_warps_of_vectors_are_idle(lib, name, k, n_warps, n):
+    """A warp multiplies 1024 weights per iteration. Upstream has at most two warps for more than four columns, and another kernel from 4096 on."""
+    launch = check_vectors(lib, name, MAIN, n, 4, k).find_launch("mul_mat_vec_q")
+    assert launch.grid.threads == (32, min(n_warps, 2) if n > 4 else n_warps, 1)
 
 
 def silu(gate: np.ndarray) -> np.ndarray:
@@ -60,11 +75,13 @@ def silu(gate: np.ndarray) -> np.ndarray:
 
 
 @every_type
-def test_fused_products_match_the_reference(lib, name, architecture):
-    """Two products in one kernel, with biases: y = (x W + b) silu(x G + c)."""
-    w, rng = random_weights(lib, name, 36, row_length(name)), np.random.default_rng(1)
+@pytest.mark.parametrize("k", [2048, 4096])
+def test_fused_products_match_the_reference(lib, name, architecture, k):
+    """Two products in one kernel, with biases: y = (x W + b) silu(x G + c). Rows from 4096 weights on have another kernel."""
+    n_rows = 12
+    w, rng = random_weights(lib, name, n_rows, row_length(name, k)), np.random.default_rng(1)
     gate = Weights(name, w.blocks[:, ::-1], w.product[:, ::-1], w.magnitude[:, ::-1])
-    bias, gate_bias = rng.standard_normal((2, 36)).astype(np.float32)
+    bias, gate_bias = rng.standard_normal((2, n_rows)).astype(np.float32)
     runner, x = ProductRunner(name, architecture), random_inputs(1, w.n_columns)
     actual = runner.multiply_vectors(w, x, fusion={"glu": SWIGLU, "gate": gate, "bias": bias, "gate_bias": gate_bias})
     y = runner.activations(w, 1)

@@ -56,10 +56,9 @@ def type_architecture_params(names: Sequence[str] = tuple(sorted(WEIGHT_TYPES)),
             for name in names for a in architectures]
 
 
-def row_length(name: str, long: bool = False) -> int:
-    """Return a row length: from 4096 on MMVQ has another kernel. Rows of shorter blocks end inside 256 weights."""
-    block_size = TYPES[name].block_size if name in WEIGHT_TYPES else 256
-    return {256: (768, 4096), 64: (576, 4160), 32: (544, 4128)}[block_size][long]
+def row_length(name: str, k: int = 512) -> int:
+    """Return a row length above k, a multiple of 256: one more block, so that rows of shorter blocks end inside 256 weights."""
+    return k + (TYPES[name].block_size if name in WEIGHT_TYPES else 256)
 
 
 @dataclass

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-import perplexity_run
 from helpers.native import ROOT, require_built
+from helpers.placement import measure
 
 VULKAN = Path(os.environ.get("GGML_EXT_TEST_VULKAN", ROOT / "build" / "vulkan"))
 SHADERS = VULKAN / "llama" / "ggml" / "src" / "ggml-vulkan" / "vulkan-shaders.spv"
@@ -84,12 +83,8 @@ def run_cases(type_name: str, cases: list[Case], *, integers: bool = False, **va
 
 def perplexity(file: Path, text: Path, monkeypatch, *options, **variables: str) -> tuple[float, float]:
     """Return the perplexity of two chunks of 128 tokens, and the MiB of weights on the Vulkan device."""
-    def parse(log: str) -> tuple[float, float] | None:
-        match = re.search(r"Final estimate: PPL = ([\d.]+)", log)
-        size = re.search(r"Vulkan0 model buffer size = +([\d.]+) MiB", log)
-        return match and (float(match[1]), float(size[1]) if size else 0.0)
-
     with monkeypatch.context() as patch:
         for name, value in environment(**variables).items():
             patch.setenv(name, value)
-        return perplexity_run.run_perplexity("final estimate", parse, file, 128, 2, "-f", text, "--chunks", 2, "-b", 128, "-lv", 4, *options)
+        measured = measure(file, 128, 2, "-f", text, "--chunks", 2, "-b", 128, *options)
+    return float(measured.perplexity), measured.buffers.get("Vulkan0", 0.0)

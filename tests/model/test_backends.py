@@ -19,6 +19,7 @@ from helpers import native
 from helpers.blocks import nightly_except
 from helpers.commands import quantize, tool
 from helpers.native import ROOT
+from helpers.placement import measure
 from helpers.rpc import rpc_server
 
 DOCS = ROOT / "docs" / "reference" / "backends.md"
@@ -137,16 +138,6 @@ def test_helper_checks_every_operand(helper):
                 assert needs_kernels != helper.only_names_memory(op), (op, position, type_id)
 
 
-def measure_perplexity(file: Path, text: Path, *options) -> tuple[str, list[str]]:
-    """Return the printed perplexity of two chunks and the MiB of weights on each server. One thread keeps the order of sums."""
-
-    def parse(log: str) -> tuple[str, list[str]] | None:
-        match = re.search(r"Final estimate: PPL = ([\d.]+)", log)
-        return match and (match[1], re.findall(r"RPC\d\[127\.0\.0\.1:\d+\] model buffer size = +([\d.]+) MiB", log))
-
-    return perplexity_run.run_perplexity("final estimate", parse, file, 256, 1, "-f", text, "--chunks", 2, "-lv", 4, *options)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -166,13 +157,14 @@ def test_two_rpc_servers_give_the_local_perplexity(model, text, two_servers, nam
     """Half of the layers runs on each server with the same code and CPU, so all digits agree."""
     file = tmp_path / "model.gguf"
     quantize(model, file, "--type", name, "--effort", "fast", *perplexity_run.UNIFORM)
-    local, none = measure_perplexity(file, text)
-    remote, sizes = measure_perplexity(file, text, "--rpc", two_servers, "-ngl", 99, "--tensor-split", "1,1")
-    assert local == remote
+    local, remote = (measure(file, 256, 1, "-f", text, "--chunks", 2, *options)
+                     for options in ((), ("--rpc", two_servers, "-ngl", 99, "--tensor-split", "1,1")))
+    assert local.perplexity == remote.perplexity
     blocks, _ = perplexity_run.block_types(file)
     n_bytes = sum(blocks.values()) / 8 * WEIGHT_TYPES[name].bpw
-    assert not none and len(sizes) == 2 and sum(map(float, sizes)) * 2**20 >= n_bytes, "the weights of the blocks are not on the servers"
-    assert min(map(float, sizes)) * 2**20 >= n_bytes / 3, "one server holds nearly all"
+    none, sizes = ([size for name, size in measured.buffers.items() if name.startswith("RPC")] for measured in (local, remote))
+    assert not none and len(sizes) == 2 and sum(sizes) * 2**20 >= n_bytes, "the weights of the blocks are not on the servers"
+    assert min(sizes) * 2**20 >= n_bytes / 3, "one server holds nearly all"
 
 
 # Prints which products the device of an RPC server supports, one per line; a separate process, since a lost server aborts.

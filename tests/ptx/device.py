@@ -45,10 +45,10 @@ class Fusion(ctypes.Structure):
 
 @dataclass
 class FinishedLaunch:
-    """A finished launch: kernel name, parameter values, warp instructions by opcode."""
+    """A finished launch: kernel name, parameter values, configuration, warp instructions by opcode."""
     name: str
     parameters: list[int | bytes]
-    programmatic: bool
+    grid: Grid
     executed: dict[str, int]
     problems: dict[str, str]
 
@@ -150,7 +150,7 @@ class Device:
             raise Fault(f"{name}: {launch.shared_size} bytes of shared memory, sm_{self.architecture} has {SHARED_LIMIT[self.architecture]}")
         launch.run()
         plain = [int.from_bytes(value, "little") if len(value) <= 8 else value for value in values]
-        self.launches.append(FinishedLaunch(name, plain, grid.programmatic, dict(launch.executed), dict(launch.problems)))
+        self.launches.append(FinishedLaunch(name, plain, grid, dict(launch.executed), dict(launch.problems)))
 
     # --- called by tests
 
