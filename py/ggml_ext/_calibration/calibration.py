@@ -198,10 +198,10 @@ def _calibrate(run: CalibrationRun, console: Console) -> list[Path]:
         console.note(f"reusing {cache}: same model and text")
         return [cache]
     refuse_foreign(cache)
-    passes = _plan_passes(run, dependencies, console)
+    finished, to_run = _plan_passes(run, dependencies, console)
     if record:
         console.note(f"{cache} does not match this model, text, number of chunks or --importance; computing it again")
-    results = [*passes.finished, *_run_passes(run, passes.to_run, dependencies, console)]
+    results = [*finished, *_run_passes(run, to_run, dependencies, console)]
     return sorted(results, key=lambda p: (len(p.name), p.name))  # numeric order of layers, which have no leading zeros
 
 
@@ -225,25 +225,17 @@ def _run_passes(run: CalibrationRun, passes: Sequence[Layers], dependencies: dic
     return results
 
 
-@dataclass(frozen=True)
-class PassPlan:
-    """The passes of a calibration."""
-
-    to_run: Sequence[Layers]
-    finished: Sequence[Path] = ()  # files of earlier passes
-
-
-def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> PassPlan:
-    """Plan the passes: one over all layers, or, if the Hessians exceed the memory, ranges of layers without those already finished."""
+def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> tuple[Sequence[Path], Sequence[Layers]]:
+    """Return the files of finished passes and the passes to run: one over all layers or, if the Hessians exceed the memory, ranges of layers."""
     if run.needs_passes:
         finished, missing_layers = find_finished_passes(run, dependencies)
         to_run = split_layers(run.cost, missing_layers, run.memory_limit, run.kind)
         if finished:
             console.note(f"reusing {len(finished)} finished passes over layers, such as {finished[0]}")
-        return PassPlan(to_run, finished)
+        return finished, to_run
     if run.kind == "block" and run.memory_needed() > run.memory_limit:
         console.note(f"model and Hessians need {run.memory_needed() / GIB:.1f} GiB, the limit is {run.memory_limit / GIB:.1f} GiB: this may be slow")
-    return PassPlan([None])
+    return [], [None]
 
 
 def find_finished_passes(run: CalibrationRun, dependencies: dict) -> tuple[list[Path], list[int]]:

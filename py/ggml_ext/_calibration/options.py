@@ -50,7 +50,7 @@ class CalibrationOptions:
         help=f"proxy model: {', '.join(proxy.TYPES)}, a GGUF file, or {proxy.SOURCE}: the model itself (default: what fits in --memory)",
     )
     propagate: bool | None = option(
-        None, record=9, help="quantize layer by layer, so that each corrects the errors of those before it (default: for types of up to 5 bits, except with --effort fast)"
+        None, record=9, help="let each layer correct the errors of those before it (default: up to 5 bits per weight, except with --effort fast)"
     )
     column_scales: bool | None = option(
         None, help="scale columns, and fold the inverse into the tensors before them (default: for ggml-ext's types with Hessians)"

@@ -39,7 +39,7 @@ class TypeOptions:
         MEASURED, choices=SENSITIVITIES, help="sensitivity of tensors, for a target: measured on this model, or usual values of another (default: measured)"
     )
     no_target_check: bool = option(
-        False, help="do not compare the types that a target chose with the best fixed type of that size: one more encoding, two with --propagate"
+        False, help="do not compare the types of a target with the best fixed type of that size: one more encoding, two with --propagate"
     )
     pure: bool = option(False, record=5, help="use the base type of --type for embeddings and output matrix too")
     tensor_type: Sequence[str] = option(

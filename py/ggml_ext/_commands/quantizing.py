@@ -116,10 +116,7 @@ def select_job(settings: Settings, job: QuantizationJob, console: Console) -> Qu
     if number is None:
         return job
     if names := [t.name for t in plan.changed if t.type == DITTO3]:
-        raise UserError(
-            f"--part: {describe_tensors(names)}: ditto3 cannot be written in parts, because the first part records the largest error of every "
-            "ditto3 tensor and other runs encode those: choose another type"
-        )
+        raise UserError(f"--part: {describe_tensors(names)}: the first part of a ditto3 model records errors that other parts find: choose another type")
     part = select_part(plan, number.number, number.count)
     path, tensors = number.path(settings.output.path or Path("OUT.gguf")), part.plan.tensors
     console.report(
@@ -240,9 +237,7 @@ def prepare_propagation(
 ) -> tuple[PropagationConfig | None, list[str]]:
     """Configure sequential quantization and mark the matrices that it covers.
 
-    Returns:
-        The configuration; None for a run without sequential quantization.
-        Notes for the user: why a run does not use it although it is the default.
+    Return the configuration, None for a run without it; and notes for the user: why a run does not use it although it is the default.
     """
     options = settings.calibration
     if options.may_do_without and not any(metric_name(t.type) and bits_per_weight(t.type) <= GAINING_BITS for t in plan.changed):
@@ -322,14 +317,8 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
     """Calibrate, or open an imatrix, and mark the tensors that use it. A dry run does not calibrate."""
     options, target = settings.calibration, settings.target
     prepared = calibration.prepare(
-        options,
-        model.file,
-        plan,
-        cache_dir(settings),
-        is_dry=model.output is None,
-        n_threads=settings.n_threads,
-        n_compared_metrics=target.n_metrics if target else settings.n_compared_metrics,
-        console=console,
+        options, model.file, plan, cache_dir(settings), is_dry=model.output is None, n_threads=settings.n_threads,
+        n_compared_metrics=target.n_metrics if target else settings.n_compared_metrics, console=console,
     )
     importance = prepared.importance
     if not prepared.is_pending:
