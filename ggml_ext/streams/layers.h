@@ -21,7 +21,7 @@ namespace ggml_ext {
 
 bool is_weight(const ggml_tensor * t);
 
-// Whether a node multiplies with a weight matrix, or with the matrices of experts.
+// Whether a node multiplies with a matrix of weights, or with those of experts.
 bool is_product(const ggml_tensor * t);
 
 // Keep the value of a tensor until the graph has been computed.

@@ -23,6 +23,12 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def copy_tokenizer(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> None:
+    for name, field in reader.fields.items():
+        if name.startswith("tokenizer."):
+            copy_field(writer, name, field)
+
+
 def write_changed(reader: gguf.GGUFReader, path: Path, tensors: Iterable[tuple[str, np.ndarray]], changed: Mapping[str, Any]) -> None:
     """Write the metadata of a file, with `changed` values by key, and `tensors`, by name."""
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())

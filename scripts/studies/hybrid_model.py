@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 
 import loud_model
-from changed_model import copy_field, finish
+from changed_model import copy_tokenizer, finish
 from ggml_ext._console.cli import run_script
 from loud_model import N_CONTEXT, REFERENCE, Weights, norm
 from mtp_model import split_pairs
@@ -217,9 +217,7 @@ def write_model(reader: gguf.GGUFReader, out: Path, weights: Weights) -> None:
     writer.add_array(f"{arch}.rope.dimension_sections", [11, 11, 10, 0])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_float32(f"{arch}.rope.freq_base", 10000.0)
-    for key, field in reader.fields.items():
-        if key.startswith("tokenizer."):
-            copy_field(writer, key, field)
+    copy_tokenizer(writer, reader)
     for name, weight in weights.items():
         writer.add_tensor(name, weight.detach().numpy().astype(np.float16 if weight.ndim > 1 and "conv1d" not in name and "_inp" not in name else np.float32))
     finish(writer)

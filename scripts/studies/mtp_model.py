@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from changed_model import copy_field, finish
+from changed_model import copy_tokenizer, finish
 
 MATRICES, NORMS = ("attn_output", "ffn_gate", "ffn_up", "ffn_down"), ("attn_norm", "ffn_norm")
 MTP_NORMS = ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
@@ -54,9 +54,7 @@ def write_with_mtp_layers(source: Path, out: Path, layers: Sequence[Layer]) -> P
     writer.add_layer_norm_rms_eps(1e-5)
     for key in ("freq_base", "freq_base_swa"):
         writer.add_float32(f"mimo2.rope.{key}", 10000.0)
-    for key, field in reader.fields.items():
-        if key.startswith("tokenizer."):
-            copy_field(writer, key, field)
+    copy_tokenizer(writer, reader)
     heads = {"attn_q": n_heads, "attn_k": n_kv}
     for name, values in (weights := read_weights(reader)).items():
         stem = name.split(".")[-2]

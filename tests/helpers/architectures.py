@@ -7,11 +7,10 @@ from pathlib import Path
 
 import gguf
 
-from helpers.models import copy_field, finish
+from helpers.models import copy_metadata, finish
 from helpers.native import BUILD, require_built
 
 BASE = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127)), "\u2581"]
-ARRAY = gguf.GGUFValueType.ARRAY
 
 
 def write_models(architecture: str, directory: Path) -> list[Path]:
@@ -31,10 +30,7 @@ def has_embeddings(path: Path) -> bool:
 def add_vocabulary(source: Path, out: Path) -> Path:
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        is_empty = not field.types or (field.types[0] == ARRAY and len(field.types) < 2)
-        if not is_empty and not name.startswith(("GGUF.", "tokenizer.")) and name != "general.architecture":
-            copy_field(writer, name, field)
+    copy_metadata(writer, reader, "tokenizer.")
     n = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([*BASE, *(f"token{i}" for i in range(len(BASE), n))][:n])

@@ -18,6 +18,14 @@ def copy_field(writer: gguf.GGUFWriter, name: str, field: gguf.ReaderField, valu
     writer.add_key_value(name, field.contents() if value is None else value, kind, field.types[1] if kind == gguf.GGUFValueType.ARRAY else None)
 
 
+def copy_metadata(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, *left_out: str) -> None:
+    """Add the metadata of another file, except empty arrays and keys with these prefixes."""
+    for name, field in reader.fields.items():
+        is_empty = not field.types or (field.types[0] == gguf.GGUFValueType.ARRAY and len(field.types) < 2)
+        if not is_empty and not name.startswith(("GGUF.", "general.architecture", *left_out)):
+            copy_field(writer, name, field)
+
+
 def finish(writer: gguf.GGUFWriter) -> None:
     """Write the file."""
     writer.write_header_to_file()

@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from helpers.architectures import ARRAY
 from helpers.models import copy_field, finish
 
 
@@ -24,7 +23,7 @@ def append_mtp_layers(source: Path, out: Path, n_layers: int = 1) -> Path:
         if name.startswith("GGUF.") or name in ("general.architecture", f"{arch}.nextn_predict_layers") or not field.types:
             continue
         value = field.contents()
-        if field.types[0] == ARRAY and name.startswith(arch) and len(value) == n:
+        if field.types[0] == gguf.GGUFValueType.ARRAY and name.startswith(arch) and len(value) == n:
             value = value + [value[copied]] * n_layers
         if name == f"{arch}.block_count":
             value = n + n_layers

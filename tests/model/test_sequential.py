@@ -23,7 +23,7 @@ from ggml_ext._sequential.estimate import sums_bytes
 from ggml_ext._sequential.sums import SINKS, RowSums
 from helpers import architectures
 from helpers.commands import quantize, quantize_command, run_quantize, tool
-from helpers.models import copy_field, finish, read_tensors
+from helpers.models import copy_metadata, finish, read_tensors
 from helpers.streams import SAME, start_streams, sums_of_squares
 
 
@@ -164,9 +164,7 @@ def write_last_first(source, out):
     """Write a model with its tensors in the opposite order. llama-quantize writes output.weight first."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            copy_field(writer, name, field)
+    copy_metadata(writer, reader)
     for t in reversed(reader.tensors):
         writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
     finish(writer)

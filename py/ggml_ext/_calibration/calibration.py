@@ -199,6 +199,8 @@ def _calibrate(run: CalibrationRun, console: Console) -> list[Path]:
         return [cache]
     refuse_foreign(cache)
     finished, to_run = _plan_passes(run, dependencies, console)
+    for layers in to_run:
+        refuse_foreign(run.cache_path(layers))
     if record:
         console.note(f"{cache} does not match this model, text, number of chunks or --importance; computing it again")
     results = [*finished, *_run_passes(run, to_run, dependencies, console)]
@@ -275,7 +277,6 @@ def collect(
         UserError: llama-imatrix fails, or the result cannot be written.
     """
     cache, needed = run.cache_path(layers), run.cost.hessian_bytes(run.kind, layers)
-    refuse_foreign(cache)
     check_free_space(run.directory, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
     try:
         with temporary_directory(run.directory, TEMPORARY, console.note) as directory:

@@ -13,6 +13,7 @@ from .._base.errors import UserError
 from .._base.units import GIB
 from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import ENOUGH_TOKENS, kind_for, packed_size
+from .._formats.names import has_own_inputs
 from .._native.product import product_rate
 from .._plan.rules import OUTPUT, TOKEN_EMBD
 from .._plan.uses import n_layers_run
@@ -98,7 +99,7 @@ class CalibrationCost:
             if n_layers is not None and layer >= n_layers:
                 continue
             key = layer, SHARED.get(stem, stem), t.ne[0]
-            is_common = n_matrices > 1 and not stem.startswith("ffn_down")
+            is_common = n_matrices > 1 and not has_own_inputs(t.name)
             before = inputs.get(key, Input(layer, t.ne[0], n_matrices, used, 0, is_common=is_common))
             inputs[key] = replace(before, n_tensors=before.n_tensors + 1, n_rows=before.n_rows + t.n_elements // t.ne[0])
             weights[t.type] += t.n_elements

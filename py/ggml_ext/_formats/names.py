@@ -28,6 +28,11 @@ def layer_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def has_own_inputs(name: str) -> bool:
+    """Whether each expert of a token has its own input of this matrix, which its other matrices computed."""
+    return ".ffn_down" in name
+
+
 def describe_tensors(names: list[str], remark: str = "") -> str:
     """Return "tensor blk.0.attn_q.weight REMARK" or "180 tensors in 6 classes REMARK: LIST"."""
     if len(names) == 1:

@@ -20,6 +20,7 @@ import numpy as np
 
 from .._base.errors import UserError
 from .._base.files import mapping_error
+from .._formats.names import has_own_inputs
 from .process import describe_failure, read_lines, require_pipe, start_program
 
 FLAG, HINT = "--propagate", "pass --no-propagate"
@@ -59,8 +60,8 @@ class ProductGroup:
     products: tuple[WeightProduct, ...]
 
     def shares_inputs(self, n_tokens: int) -> bool:
-        """Whether the experts of a token have the same input. Those of ffn_down have not, even if a token has one expert."""
-        return self.inputs == n_tokens and not (self.used == 1 and ".ffn_down" in self.products[0].weight)
+        """Whether the experts of a token have the same input. If a token has one expert, the number of inputs does not tell."""
+        return self.inputs == n_tokens and not (self.used == 1 and has_own_inputs(self.products[0].weight))
 
     def shapes(self, n_tokens: int) -> Iterator[tuple[type[np.generic], tuple[int, int]]]:
         """Yield type and shape of a chunk's arrays, each of which exists for both models."""

@@ -110,7 +110,7 @@ def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, ha
 def _plan_matrix(
     tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, has_experts: bool, floor: GGMLQuantizationType | None
 ) -> PlannedTensor:
-    """Plan a weight matrix. floor: its minimum type. Raise UserError if it is already quantized to a type other than the planned one."""
+    """Plan a matrix. floor: its minimum type. Raise UserError if it is already quantized to a type other than the planned one."""
     chosen = requested = choose_type(tensor, choices, rule, has_experts)
     if floor is not None:
         requested = _raise_to_floor(tensor, chosen, choices, floor)
