@@ -29,7 +29,7 @@ struct half2 { half x, y; };
 struct nv_bfloat16 { ggml_bf16_t bits; };
 typedef void * cudaStream_t;
 
-extern thread_local dim3 threadIdx, blockIdx, gridDim;
+extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace ggml_ext {
 static inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {

@@ -5,7 +5,7 @@
 
 #include <climits>
 
-thread_local dim3 threadIdx, blockIdx, gridDim;
+thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 uint32_t cuda_host_shuffle(uint32_t value, int lane_mask) {
     return (uint32_t) fibers::exchange(value, fibers::current % 32 ^ lane_mask);
@@ -27,6 +27,7 @@ void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body)
         return;
     }
     gridDim = grid;
+    blockDim = block;
     for (unsigned z = 0; z < grid.z; ++z) {
         for (unsigned y = 0; y < grid.y; ++y) {
             for (unsigned x = grid.x > last_blocks ? grid.x - last_blocks : 0; x < grid.x; ++x) {

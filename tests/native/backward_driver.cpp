@@ -81,7 +81,7 @@ struct probe {
             throw std::runtime_error(parts.error());
         }
         if (differentiates) {
-            back = {};
+            back = ggml_ext::backward();
             if (back.build(nodes, current)) {
                 back.append(graph);
             } else {
