@@ -184,7 +184,7 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, added = run["calibration"], run["encoding"], run["vocabulary_adds"]
     return (
-        f"**Time and memory** for Llama-3.1-8B's shape ({run['billions']:.1f} billion random weights; the full vocabulary adds {added['billions']:.1f} billion), {run['processor']}. The default in ITQ2_T takes\n"
+        f"**Time and memory** for the layers of Llama-3.1-8B's shape ({run['billions']:.1f} billion random weights; a full vocabulary adds {added['billions']:.1f} billion), {run['processor']}. The default in ITQ2_T takes\n"
         f"[an estimated 3.8 hours](docs/results/cost.md#sequential-quantization). With `--no-propagate`, calibration takes an estimated {calibration['all_minutes']} minutes and {calibration['gib']} GiB with block-diagonal Hessians, and encoding\n"
         f"in ITQ3_T {encoding['took_minutes']} minutes. Full Hessians take 16 GB more, or [3.2 GB](docs/reference/hessians.md#which-hessian-is-used) if only inputs of up to 4,096 columns have them. If memory is short, calibration runs layer by layer."
     )
