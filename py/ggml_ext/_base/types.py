@@ -223,11 +223,11 @@ TYPES: dict[str, TypeInfo] = {
     ),
     "q8_kr32": TypeInfo(
         name="q8_kr32", id=ExtType.Q8_KR32, kind="activation", block_size=32, block_bytes=304, bpw=76.0, rotated=True,
-        about="activations rotated in blocks of 32 and stored in groups of eight; not a weight type",
+        about="activations rotated in blocks of 32, bytes of a group of eight; not a weight type",
     ),
     "q8_kr64": TypeInfo(
         name="q8_kr64", id=ExtType.Q8_KR64, kind="activation", block_size=64, block_bytes=288, bpw=36.0, rotated=True,
-        about="activations rotated in blocks of 64 and stored in groups of four; not a weight type",
+        about="activations rotated in blocks of 64, bytes of a group of four; not a weight type",
     ),
     "q8_kr": TypeInfo(
         name="q8_kr", id=ExtType.Q8_KR, kind="activation", block_size=256, block_bytes=292, bpw=9.125, rotated=True,
