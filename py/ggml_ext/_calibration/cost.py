@@ -30,7 +30,7 @@ FACTORIZATION_RATE = 1e10
 # Bytes per pair of columns during factorization: the Hessian in double precision, for upstream types also two in single precision.
 FACTORIZATION_BYTES = 16
 COPIES = 3  # of a layer's triangles that by_layer.py holds: squares, and one input's packed again
-# Matrices with the same input, by the one that represents them.
+# Matrices that share their input with another one, which represents the input.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
 
 
@@ -124,7 +124,7 @@ class CalibrationCost:
         return sorted({i.n_columns for i in self.inputs}, reverse=True)
 
     def full_limit(self, n_columns: int) -> int | None:
-        """Return `full_columns` for full Hessians of up to n_columns columns: None if there are none, or no wider inputs."""
+        """Return the `full_columns` that gives inputs of up to n_columns columns full Hessians; None if that is all inputs, or none."""
         return n_columns if 0 < n_columns < self.widths[0] else None
 
     @property
@@ -164,7 +164,7 @@ class CalibrationCost:
         return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
     def factorization_seconds(self, n_threads: int, n_compared_metrics: int) -> float:
-        """Estimate the longest time of all factorizations on all threads, in seconds.
+        """Estimate an upper bound of the time of all factorizations on all threads, in seconds.
 
         n_compared_metrics: different factorizations of a Hessian (metric_name()) among the types that a target compares; 0 without a
         target. With a target, measuring the sensitivities takes one more, and so does encoding.

@@ -61,7 +61,7 @@ from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
 SKIPPING = "no sequential quantization"
-# Sequential quantization is the default for types of at most this many bits per weight: at 4.5 it gains 14 to 39 % (docs/results/sequential.md).
+# Sequential quantization is the default for types of at most this many bits per weight (docs/results/sequential.md).
 GAINING_BITS = 5
 PART_HEADER = 1024  # bytes of the header of a later part, without the names of its tensors
 
@@ -223,7 +223,7 @@ def plan_job(settings: Settings, model: OpenedModel, console: Console) -> Quanti
 
 
 def choose_scales(settings: Settings, model: OpenedModel, plan: QuantizationPlan, importance: Importance, console: Console) -> ColumnScales:
-    """Choose column scales if the types gain from them. None in a dry run, which runs no model."""
+    """Choose column scales if the types gain from them; return an empty ColumnScales if not, and in a dry run, which runs no model."""
     directory = cache_dir(settings)
     if model.output is None or directory is None or not settings.uses_column_scales(plan, importance):
         return ColumnScales()
@@ -237,7 +237,8 @@ def prepare_propagation(
 ) -> tuple[PropagationConfig | None, list[str]]:
     """Configure sequential quantization and mark the matrices that it covers.
 
-    Return the configuration, None for a run without it; and notes for the user: why a run does not use it although it is the default.
+    Returns:
+        The configuration, None for a run without sequential quantization, and notes that say why a run skips the default.
     """
     options = settings.calibration
     if options.may_do_without and not any(metric_name(t.type) and bits_per_weight(t.type) <= GAINING_BITS for t in plan.changed):
@@ -258,7 +259,7 @@ def prepare_propagation(
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
         check_imatrix_types(plan)
-    plan.order_by_layer()  # what is encoded is written, and can be resumed, at once
+    plan.order_by_layer()  # as tensors are encoded, so that each is written at once and an interrupted run keeps it
     model.plan_parts(plan, settings, {})
     return config, []
 

@@ -24,7 +24,7 @@ from .._source.checkpoint import AS_STORED
 from .._source.source import SourceOptions
 from .options import OutputOptions, QuantizeOptions, TypeOptions
 
-# Options for other purposes, which exclude sequential quantization. Those that say how to calibrate speak for themselves.
+# Options that exclude sequential quantization as a side effect, which a note reports. Options of the calibration need no note.
 NOTED_FLAGS = ("--include-weights", "--exclude-weights", "--fallback-above")
 
 
@@ -50,7 +50,7 @@ class Settings:
     command: str
     excludes_propagate: str = ""
     cache_path: Path | None = None  # of the directory for caches, if not that of OUT
-    n_compared_metrics: int = 0  # by the target whose check writes this type: both then choose the same Hessians
+    n_compared_metrics: int = 0  # of the target that this fixed type is compared with, so that both get the same Hessians
 
     @classmethod
     def parse(cls, options: QuantizeOptions) -> Settings:

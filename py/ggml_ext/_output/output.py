@@ -49,7 +49,7 @@ LOCK_ATTEMPTS = 100
 
 
 class UnfinishedError(UserError):
-    """An error that leaves complete partial files valid; another UserError after complete() means that --verify failed."""
+    """An error after which complete partial files stay valid. Any other UserError after complete() means that --verify failed."""
 
 
 @dataclass(frozen=True)
@@ -449,5 +449,3 @@ class Output:
                     f"no space left on device ({e.strerror}): {self._needed()}; free some space or write to another disk"
                 ) from e
             raise UserError(f"cannot write {self.path}: {e.strerror}; choose a writable directory") from e
-
-

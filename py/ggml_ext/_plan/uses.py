@@ -21,7 +21,7 @@ from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 
 OUTER = (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)  # llama-imatrix collects their inputs with --process-output, or never
 FLOOR = GGMLQuantizationType.Q5_K  # needs no imatrix; NMSE 0.1 %
-# Matrices below this part of their layer's weights get at least Q8_0, for at most 0.0063 bits per weight of the layer. Some of them control the
+# Matrices below this part of their layer's weights get at least Q8_0, for at most 0.0063 bits per weight of the layer (from ITQ2_T). Some control the
 # layer: decay and input gate of linear attention (ssm_alpha, ssm_beta, ssm_ba), hc_*_inject of hyper-connections. On two trained hybrids with parts
 # of 1/1700 these bits gain 1.5 to 8 times as much as elsewhere, and break even near 1/1024 (docs/results/measurements.md, "Small matrices").
 SMALL_PART, SMALL_FLOOR = 1 / 1024, GGMLQuantizationType.Q8_0

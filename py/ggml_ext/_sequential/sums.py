@@ -91,7 +91,7 @@ class StoredRowSums:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Matrices as the packed triangles of TensorHessian, each packed on access: copies of all would take half as much memory again."""
+    """Sums that are packed to the triangles of TensorHessian on access: packed copies of all would take half as much memory again."""
 
     squares: np.ndarray  # float32 (matrices, columns, columns)
 
@@ -109,7 +109,7 @@ class Sums:
     group: ProductGroup
     pool: ThreadPoolExecutor
     factors: np.ndarray | None = None  # of column scales, float32 (columns,), which the quantized model's inputs are divided by
-    weights: np.ndarray | None = None  # of sole_narrow_product(): R then includes factor * W D, and there is no D
+    weights: np.ndarray | None = None  # of sole_narrow_product(): R then includes scale * W D, and there is no D
     are_common: bool = False  # experts have common sums
     h: np.ndarray = field(init=False)  # float32 (experts with own sums or 1, columns, columns)
     d: np.ndarray | None = field(init=False)  # as h
