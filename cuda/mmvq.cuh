@@ -35,9 +35,9 @@ static __device__ __forceinline__ float dot(const unpacked & u, const block_q8<t
     return u.d*y.d(k)*sum;
 }
 
-// vec_dot_q_cuda_t: the part of block kbx of vbq that thread iqs/VDR computes. bq8_1 points to that block's activations in
-// upstream's buffer. Only this address tells which of the blocks in a block_q8 they belong to: kbx counts from the start of the tensor,
-// and a row may begin with any of them.
+// vec_dot_q_cuda_t: the part of block kbx of vbq that thread iqs/VDR computes. bq8_1 is upstream's address of that block's activations. A block_q8
+// holds the activations of several short blocks, and the address tells which of them this is. kbx does not: it counts from the start of
+// the tensor, and a row may begin at any kbx.
 template <typename B>
 static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, const block_q8_1 * __restrict__ bq8_1,
                                                 const int & kbx, const int & iqs) {
@@ -47,9 +47,9 @@ static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, c
     return dot<B>(unpacker<B>::unpack(((const B *) vbq)[kbx], k), *(const block_y *) (bq8_1 - first), first + k);
 }
 
-// The threads of mul_mat_vec_q for rows of n_columns weights: upstream's, or fewer warps. A warp multiplies 1024 weights per iteration. One
-// that has fewer iterations than others waits for them and keeps its registers, so take the number of warps with the fewest such waits. At
-// least two, unless they cover the row: the number of blocks per multiprocessor is limited.
+// The threads of mul_mat_vec_q for rows of n_columns weights: upstream's, or fewer warps. A warp multiplies 1024 weights per iteration. A warp with
+// fewer iterations than others waits for them and keeps its registers, so choose the number of warps with the fewest such waits. Use at least
+// two unless one covers the row, because the number of blocks per multiprocessor is limited.
 template <ggml_type type> static dim3 threads(dim3 upstream, uint32_t n_columns) {
     if constexpr (is_weight_type(type)) {
         const uint32_t n_iterations = (n_columns + 1023)/1024;

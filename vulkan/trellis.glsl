@@ -1,6 +1,6 @@
-// Vulkan unpack of the trellis types (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K, V = EXT_TRELLIS_V. The eight weights of byte b are those of
-// consecutive steps. Their symbols and predecessors are one bit window: byte b - 1 of the last plane (`start` for b = 0), for K = V = 2 after byte
-// b - 2, then byte b of all planes. The window's last 12 bits index a table. The index is, from the low bits on:
+// Vulkan unpack of the trellis types (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K, V = EXT_TRELLIS_V. Byte b of all planes holds the symbols of
+// consecutive steps. A window has these symbols and, in its low bits, those before them: from the bytes before b, for b = 0 from `start`. The 12 bits
+// that end with a step's symbol index a table. The index is, from the low bits on:
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
 // V = 1: the table has code - offset as the bits of halves, which is exact and requires no 16-bit arithmetic.
 // V = 2: the table has both codes of a step as bytes, so that two weights take one look-up. The caller subtracts the offset.

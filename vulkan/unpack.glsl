@@ -5,10 +5,10 @@
 //   ext_values(words, g)     the four weights of group g: (code - offset) times the integer scale, exact; or the codes, see EXT_OFFSET
 //   EXT_OFFSET               if defined, the caller subtracts ext_offset(words)
 //   ext_scale(words)         the factor of the values
+//   NEEDS_INIT_IQ_SHMEM      if defined, init_iq_shmem() must first fill a table in shared memory
 // With EXT_INTEGER, in place of ext_values():
 //   ext_ints(words, g)       these weights, or the codes, as four signed bytes
 //   EXT_GROUP_SCALE          if defined, they do not include the integer scale ext_group_scale(words, g)
-//   NEEDS_INIT_IQ_SHMEM      if defined, init_iq_shmem() must first fill the table of ext_values() in shared memory
 // The integers equal those of ggml_ext/types/<type>.h. types.glsl (generated) has the block, as words of EXT_WORD_BITS for its alignment,
 // its sizes and the constants of codes.
 #extension GL_EXT_control_flow_attributes : enable

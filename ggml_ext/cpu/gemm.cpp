@@ -133,7 +133,7 @@ template <typename B> static gemm_functions make_functions() {
     return f;
 }
 
-// NULL for blocks of 32: few rows need them, and a panel has fewer scales.
+// NULL for blocks of 32: few rows need them, and a panel has no room for their eight scales.
 template <typename B> static const gemm_functions * functions_of() {
     if constexpr (n_scales<B> > MAX_PANEL_SCALES) {
         return nullptr;
