@@ -177,7 +177,8 @@ def filter_kind(types: list[dict], kind: str) -> list[dict]:
 
 
 def bits_per_weight(row: dict) -> float:
-    return row["block_bytes"] * 8 / row["block_size"]
+    n_weights = row["block_size"] if row["kind"] == "weight" else MAX_BLOCK_SIZE  # activations are stored in groups of blocks
+    return row["block_bytes"] * 8 / n_weights
 
 
 def macro(name: str, lines: list[str]) -> str:

@@ -36,15 +36,15 @@ def test_proxy_exists_only_during_calibration(workspace, quantizer):  # noqa: F8
     (call,) = quantizer.read_text().splitlines()
     assert call.startswith(f"--allow-requantize {workspace.model} ") and call.endswith(" Q8_0 2")
     (run,) = workspace.runs()
-    assert run["-m"].endswith("/q8_0.gguf") and read_record(workspace)["stand_in"] == "q8_0"
+    assert run["-m"].endswith("/q8_0.gguf") and read_record(workspace)["proxy"] == "q8_0"
     assert sorted(p.name for p in workspace.out.parent.iterdir()) == ["out.gguf", "small-f16.imatrix.gguf", "small-f16.imatrix.json"]
     # The same proxy type reuses the cache; another type or the model itself calibrates again, and the model's result then serves all.
     workspace.run("--calibrate-with", "q8_0")
     assert len(workspace.runs()) == 1
     workspace.run("--calibrate-with", "q4_k")
-    assert len(workspace.runs()) == 2 and read_record(workspace)["stand_in"] == "q4_k"
+    assert len(workspace.runs()) == 2 and read_record(workspace)["proxy"] == "q4_k"
     workspace.run("--calibrate-with", "source")
-    assert len(workspace.runs()) == 3 and "stand_in" not in read_record(workspace) and workspace.runs()[-1]["-m"] == str(workspace.model)
+    assert len(workspace.runs()) == 3 and "proxy" not in read_record(workspace) and workspace.runs()[-1]["-m"] == str(workspace.model)
     workspace.run("--calibrate-with", "q8_0")
     assert len(workspace.runs()) == 3
 
@@ -53,7 +53,7 @@ def test_existing_proxy_file_is_used(workspace, quantizer):  # noqa: F811
     proxy = write_gguf(workspace.path / "given.gguf", MATRICES, "Q8_0")
     _, err = workspace.run("--calibrate-with", proxy)
     assert f"proxy model {proxy}" in err and workspace.runs()[0]["-m"] == str(proxy) and not quantizer.exists()
-    assert read_record(workspace)["stand_in"][0]["bytes"] == proxy.stat().st_size
+    assert read_record(workspace)["proxy"][0]["bytes"] == proxy.stat().st_size
 
 
 def test_proxy_of_another_model_is_refused(workspace):  # noqa: F811

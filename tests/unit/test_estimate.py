@@ -6,7 +6,7 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from ggml_ext._calibration import cost
-from ggml_ext._calibration.cost import FLOPS_A_THREAD, GRAPH_SHARE, CalibrationCost
+from ggml_ext._calibration.cost import FLOPS_PER_THREAD, GRAPH_SHARE, CalibrationCost
 from ggml_ext._calibration.importance import Importance
 from ggml_ext._commands import estimate as _estimate
 from ggml_ext._encode.codec import Codec
@@ -72,8 +72,8 @@ def test_products_are_timed_for_large_models(monkeypatch):
     assert 1e8 < product.product_rate(int(T.Q4_0), 2, 10, True) < 1e15
     calls = []
     monkeypatch.setattr(cost, "product_rate", lambda *arguments: calls.append(arguments))
-    small, large = (CalibrationCost(n, (), 1, {}, T.Q8_0) for n in (cost.SMALL - 1, cost.SMALL))
-    assert small.rate(2) == large.rate(2) == 2 * FLOPS_A_THREAD and calls == [(int(T.Q8_0), 2, 512, False)]
+    small, large = (CalibrationCost(n, (), 1, {}, T.Q8_0) for n in (cost.UNTIMED_BYTES - 1, cost.UNTIMED_BYTES))
+    assert small.rate(2) == large.rate(2) == 2 * FLOPS_PER_THREAD and calls == [(int(T.Q8_0), 2, 512, False)]
     monkeypatch.setattr(cost, "product_rate", lambda *_: 1e11)
     assert large.rate(2) == GRAPH_SHARE * 1e11
     monkeypatch.setattr(product.backend, "can_run", lambda: False)

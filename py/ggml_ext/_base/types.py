@@ -222,11 +222,11 @@ TYPES: dict[str, TypeInfo] = {
         codebook=[65, 67, 70, 73, 76, 79, 82, 85, 88, 91, 95, 99, 104, 110, 117, 127], codebook_offset=63.5,
     ),
     "q8_kr32": TypeInfo(
-        name="q8_kr32", id=ExtType.Q8_KR32, kind="activation", block_size=32, block_bytes=304, bpw=76.0, rotated=True,
+        name="q8_kr32", id=ExtType.Q8_KR32, kind="activation", block_size=32, block_bytes=304, bpw=9.5, rotated=True,
         about="activations rotated in blocks of 32, bytes of a group of eight; not a weight type",
     ),
     "q8_kr64": TypeInfo(
-        name="q8_kr64", id=ExtType.Q8_KR64, kind="activation", block_size=64, block_bytes=288, bpw=36.0, rotated=True,
+        name="q8_kr64", id=ExtType.Q8_KR64, kind="activation", block_size=64, block_bytes=288, bpw=9.0, rotated=True,
         about="activations rotated in blocks of 64, bytes of a group of four; not a weight type",
     ),
     "q8_kr": TypeInfo(

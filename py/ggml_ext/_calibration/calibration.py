@@ -166,9 +166,8 @@ class Record:
         if isinstance(recorded.get("chunks"), int):
             # chunks may have been overestimated from bytes (count_chunks()); such a run used the full text
             recorded["chunks"] = min(recorded["chunks"], run.text_chunks)
-        # "stand_in" is the proxy's key in existing caches; a result of the model itself is better and serves runs with a proxy too
-        if "stand_in" not in recorded:
-            dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
+        if "proxy" not in recorded:  # a result of the model itself is better
+            dependencies = {key: value for key, value in dependencies.items() if key != "proxy"}
         recorded_limit, needed_limit = self.full_columns, run.cost.full_columns
         is_wide_enough = run.kind != "full" or recorded_limit is None or (needed_limit is not None and recorded_limit >= needed_limit)
         return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind) and is_wide_enough

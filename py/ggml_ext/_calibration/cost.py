@@ -19,8 +19,8 @@ from .._plan.rules import OUTPUT, TOKEN_EMBD
 from .._plan.uses import n_layers_run
 
 # Operations per second of llama.cpp's matrix products on an AVX2 core, for models too small to measure them.
-FLOPS_A_THREAD = 40e9
-SMALL = 1 << 26  # bytes
+FLOPS_PER_THREAD = 40e9
+UNTIMED_BYTES = 1 << 26  # of a model; the products of larger ones are timed
 # Part of the rate of a single product that the full graph with attention, norms and Hessians reaches.
 GRAPH_SHARE = 0.85
 N_COLUMNS = 512  # of a matrix product, the tokens of a chunk
@@ -160,8 +160,8 @@ class CalibrationCost:
 
     def rate(self, n_threads: int, *, is_expert: bool = False) -> float:
         """Return the operations per second of llama.cpp's matrix products; for large models they are measured."""
-        measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads, self.expert_columns if is_expert else N_COLUMNS, is_expert)
-        return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
+        measured = None if self.n_bytes < UNTIMED_BYTES else product_rate(int(self.type), n_threads, self.expert_columns if is_expert else N_COLUMNS, is_expert)
+        return FLOPS_PER_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
     def factorization_seconds(self, n_threads: int, n_compared_metrics: int) -> float:
         """Estimate an upper bound of the time of all factorizations on all threads, in seconds.

@@ -51,8 +51,8 @@ class ProxyModel:
     def list_dependencies(self) -> dict:
         """List what a calibration result depends on, under the key of existing caches."""
         if self.file is None:
-            return {"stand_in": self.type}
-        return {"stand_in": self.file.fingerprints()}
+            return {"proxy": self.type}
+        return {"proxy": self.file.fingerprints()}
 
     @contextlib.contextmanager
     def provide(self, source: Path, directory: Path, n_threads: int, console: Console) -> Iterator[Path]:

@@ -52,7 +52,7 @@ from .._report.results import Result, TensorResult, Totals
 from .._report.tables import calibration_lines, error_warnings, hessian_record, summary, tensor_lines
 from .._sequential.estimate import configure_propagation
 from .._sequential.layers import PropagationConfig, SequentialQuantizer, check_cut
-from .estimate import Estimate, estimate
+from .estimate import estimate
 from .opening import OpenedModel, open_model, plan_of_part
 from .output_quality import check_evaluation, evaluate_output
 from .settings import Settings
@@ -94,7 +94,7 @@ def quantize(settings: Settings, console: Console) -> Result:
             if model.output is None:
                 return report_dry_run(settings, job, console)
             job = compare_before_propagation(settings, model, job, console)
-            if not console.quiet and (expected := estimate_time(settings, job)):
+            if not console.quiet and (expected := estimate(job.plan, job.codec, job.importance, settings.n_threads)):
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
             written = writing.write(console)
@@ -413,16 +413,11 @@ def prepare_writing(
     )
 
 
-def estimate_time(settings: Settings, job: QuantizationJob) -> Estimate | None:
-    """Estimate the time of encoding; None if it takes seconds."""
-    return estimate(job.plan, job.codec, job.importance, settings.n_threads)
-
-
 def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -> Result:
     """Report types and sizes."""
     plan, width, importance_text = job.plan, terminal_width(), job.importance.describe()
     lines = tensor_lines(plan, width) if console.details else []
-    expected = estimate_time(settings, job)
+    expected = estimate(job.plan, job.codec, job.importance, settings.n_threads)
     dead, hessians = job.importance.dead_columns(plan), job.importance.hessian_uses(plan)
     lines.append(summary(plan, job.choices, width, allocation=job.allocation, calibration=calibration_lines(importance_text, dead, hessians)))
     times = ([expected.describe()] if expected else []) + ([job.propagation_config.description] if job.propagation_config else [])

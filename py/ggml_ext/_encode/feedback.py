@@ -123,7 +123,7 @@ def encode_with_row_feedback(
     decode: Callable[[np.ndarray], np.ndarray],
     n_threads: int,
     map_items: Callable[[Callable, Iterable], Iterable],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Encode a matrix with error feedback between its rows.
 
     Args:
@@ -136,11 +136,11 @@ def encode_with_row_feedback(
         map_items: map() of a pool.
 
     Returns:
-        Bytes, uint8 (rows, row_bytes), and decoded values, float32 (rows, columns).
+        Bytes, uint8 (rows, row_bytes).
     """
     order = np.concatenate([r.first + r.order for r in spans])
     weights = weights[order]  # in the order of encoding, as the errors are
-    values, errors = np.empty_like(weights), np.zeros_like(weights)
+    errors = np.zeros_like(weights)
     data = np.empty((len(weights), 0), np.uint8)
     size = max(1, GROUP // max(1, n_threads // len(spans)))
 
@@ -156,5 +156,5 @@ def encode_with_row_feedback(
             if not data.size:
                 data = np.empty((len(weights), encoded.shape[1]), np.uint8)
             block_rows = slice(first, first + len(encoded))
-            data[order[block_rows]], values[order[block_rows]], errors[block_rows] = encoded, decoded, weights[block_rows] - decoded
-    return data, values
+            data[order[block_rows]], errors[block_rows] = encoded, weights[block_rows] - decoded
+    return data

@@ -12,7 +12,7 @@ from .._base.text import format_duration
 from .._base.units import GIB, MIB
 from .._calibration.by_layer import PROGRAM, list_command
 from .._calibration.calibration import CalibrationSetup, configure_calibration
-from .._calibration.cost import FLOPS_A_THREAD, SMALL, CalibrationCost, Input
+from .._calibration.cost import FLOPS_PER_THREAD, UNTIMED_BYTES, CalibrationCost, Input
 from .._calibration.options import CalibrationOptions
 from .._formats.gguf_file import GGUFFile
 from .._formats.names import layer_number
@@ -26,7 +26,7 @@ PASSES = 2  # runs of the model: each stream computes each product once (stream-
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 3
 # Inputs with at least this many tokens per column get full Hessians. With fewer tokens, full Hessians do not help all models
 # (docs/results/sequential.md#few-tokens-per-column).
-ENOUGH_TOKENS = 7
+TOKENS_FOR_FULL = 7
 ENCODED_BYTES = 0.75  # per weight of an encoded matrix, with its copies
 
 
@@ -51,7 +51,7 @@ def configure_propagation(
         raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext; {HINT}")
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, mtp_layers=mtp_layers)
     use = fit_into_memory(setup, file, console)
-    n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
+    n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= TOKENS_FOR_FULL * n), 0)
     return PropagationConfig(
         command=tuple(list_command(
             file.path, setup.text, n_context=setup.n_context, n_chunks=setup.n_chunks, n_threads=n_threads, mtp_layers=mtp_layers
@@ -129,8 +129,8 @@ def estimate_seconds(cost: CalibrationCost, n_tokens: int, n_gradient_tokens: in
         i.n_matrices * i.n_columns**3 / 3 + (i.n_matrices * i.n_columns + i.n_rows if is_expert(i) else 2 * i.n_rows) * i.n_columns**2
         for i in inputs
     )
-    usual = FLOPS_A_THREAD * n_threads
-    return runs + sums / (usual if cost.n_bytes < SMALL else token_sums.speed(n_threads)) + corrections / usual
+    usual = FLOPS_PER_THREAD * n_threads
+    return runs + sums / (usual if cost.n_bytes < UNTIMED_BYTES else token_sums.speed(n_threads)) + corrections / usual
 
 
 def is_narrow(i: Input) -> bool:

@@ -360,9 +360,7 @@ class SequentialQuantizer:
         def decode(data: np.ndarray) -> np.ndarray:
             return codec.decode(data, qtype, tensor.ne[0])
 
-        data, _ = encode_with_row_feedback(
-            corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map
-        )
+        data = encode_with_row_feedback(corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map)
 
         def measure(chunk: Chunk) -> Accuracy:
             first, n_rows = chunk
