@@ -42,7 +42,7 @@ FOREIGN_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_ARGS")
 # machine -> its name in llama.cpp's list of variants
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "ARM"}
 # files that the suite reads, under the same names in its own directory
-HELPERS = ("commands", "models", "native", "perplexity_record", "vulkan", "weights")
+HELPERS = ("commands", "models", "native", "perplexity_record", "placement", "vulkan", "weights")
 STAGED = ("tests/package/wheel_suite.py", "tests/conftest.py", *(f"tests/helpers/{name}.py" for name in HELPERS),
           "tests/data/perplexity_baseline.json", "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
 

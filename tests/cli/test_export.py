@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from helpers.commands import quantize as write_quantized
 from helpers.importances import write_imatrix
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
 from helpers.moments_files import correlated, write_moments
-from helpers.native import STOCK, require_built
+from helpers.native import run_upstream
 from helpers.weights import relative_mse
 from perplexity_run import UNIFORM, perplexity
 
@@ -266,9 +265,7 @@ def test_upstream_llama_cpp_runs_the_export(model, tmp_path, capsys):
     # costs whole units.
     assert max(perplexities) / min(perplexities) < 1.01
     for path in (f16, q8):
-        command = [require_built(STOCK, "llama-cli"), "-m", path, "-p", "import os", "-n", "4", "--temp", "0", "-st", "-t", "1"]
-        done = subprocess.run([*command, "--chat-template", "chatml"], capture_output=True, text=True, timeout=300,
-                              stdin=subprocess.DEVNULL)
+        done = run_upstream(path)
         assert done.returncode == 0, done.stderr[-2000:]
 
 

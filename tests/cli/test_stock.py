@@ -16,7 +16,7 @@ from helpers.commands import quantize, run_main, run_quantize, tool
 from helpers.errors import check_error, expect_error
 from helpers.importances import assert_same_tensors, importances, llama_quantize, types_in_log, write_imatrix
 from helpers.models import gaussian, read_tensors, write_gguf
-from helpers.native import STOCK, require_built
+from helpers.native import run_upstream
 
 workspace = calibration_folder.workspace  # the fixture
 NEED_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "iq3_xxs", "iq3_xs")
@@ -365,8 +365,7 @@ def test_help_names_upstream_types():
 @pytest.mark.parametrize("name", ["q4_k", "iq3_m", "q4_0"])
 def test_upstream_llama_cpp_runs_the_file(model, lib, tmp_path, name):
     """Runs a build without this project's patches."""
-    program, out = require_built(STOCK, "llama-cli"), tmp_path / "out.gguf"
+    out = tmp_path / "out.gguf"
     quantize(model, out, "--type", name, "--imatrix", write_importances(tmp_path / "imatrix.gguf", model))
-    command = [program, "-m", out, "-p", "import os", "-n", "4", "--temp", "0", "-st", "-t", "1", "--chat-template", "chatml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    done = run_upstream(out)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -43,6 +43,13 @@ def require_built(folder: Path, name: str) -> Path:
     return path
 
 
+def run_upstream(model: Path, *, libraries: Path | None = None) -> subprocess.CompletedProcess:
+    """Run 24 tokens of unpatched llama.cpp's llama-simple, with its own libraries or with those of a directory."""
+    env = {**os.environ, **({"LD_LIBRARY_PATH": str(libraries)} if libraries else {})}
+    command = [require_built(STOCK, "llama-simple"), "-m", model, "-n", "24", "import os"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
 def cpu_flags() -> set[str]:
     if platform.machine() == "arm64":  # macOS
         has_i8mm = subprocess.run(["sysctl", "-n", "hw.optional.arm.FEAT_I8MM"], capture_output=True, text=True).stdout.strip() == "1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from ggml_ext import WEIGHT_TYPES
 from helpers.blocks import EACH_KIND
 from helpers.commands import quantize, tool
-from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, emulator_command, require_built
+from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, emulator_command, require_built, run_upstream
 from helpers.perplexity_record import N_CHUNKS, assert_recorded_perplexity, perplexity_tolerance
 from perplexity_run import UNIFORM, perplexity, run_tool
 
@@ -89,41 +88,35 @@ def test_llama_bench_and_completion_name_the_type(files, name):
     assert WEIGHT_TYPES[name].bpw < 1.5 or re.search(r"def add\(a, b\):\n    \S", done.stdout), done.stdout  # one bit needs calibration
 
 
-def run_llama_cli(program: Path, model: Path, library_path: Path | None = None) -> subprocess.CompletedProcess:
-    """Run llama-cli with greedy sampling, with its own libraries or with those of library_path."""
-    env = {**os.environ, **({"LD_LIBRARY_PATH": str(library_path)} if library_path else {})}
-    return subprocess.run([program, "-m", model, "-p", "import os", "-n", "24", "--temp", "0", "-st", "-t", "2",
-                           "--chat-template", "chatml"], env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-
-
-def extract_answer(result: subprocess.CompletedProcess) -> str:
-    """Return the model's answer with the empty lines around it, between the echo of the prompt and the speeds."""
-    return result.stdout.split("> import os", 1)[1].split("[ Prompt:")[0]
+def complete(model: Path) -> str:
+    """Return what the package's llama-completion writes after "import os", with greedy sampling."""
+    command = [tool("llama-completion"), "-m", model, "-p", "import os", "-n", "24", "--temp", "0", "-no-cnv", "--no-display-prompt"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
 
 
 @pytest.mark.extra_build
 @pytest.mark.parametrize("name", EACH_KIND)
-def test_upstream_llama_cli_runs_with_the_packages_ggml(files, name, tmp_path):
+def test_upstream_program_runs_with_the_packages_ggml(files, name, tmp_path):
     """An upstream program and libllama with the package's ggml libraries run the file and give the package's answer."""
     for lib in (BUILD / "bin").glob("libggml*.so*"):
         if "kernels" not in lib.name:
             shutil.copy(lib, tmp_path / lib.name)
-    upstream, package = run_llama_cli(require_built(STOCK, "llama-cli"), files[name], tmp_path), run_llama_cli(tool("llama-cli"), files[name])
-    assert upstream.returncode == 0 == package.returncode, upstream.stdout[-500:] + upstream.stderr[-2000:]
-    assert extract_answer(upstream) == extract_answer(package)
-    assert len(extract_answer(package)) >= 24  # characters of 24 tokens; a broken model may write nothing but line breaks
+    upstream, expected = run_upstream(files[name], libraries=tmp_path), complete(files[name])
+    assert upstream.returncode == 0, upstream.stdout[-500:] + upstream.stderr[-2000:]
+    assert upstream.stdout.split("import os", 1)[1].strip("\n") == expected.strip("\n")
+    assert len(expected) >= 24  # characters of 24 tokens; a broken model may write nothing but line breaks
 
 
 @pytest.mark.extra_build
 @pytest.mark.parametrize("name", EACH_KIND)
-def test_upstream_llama_cli_refuses_the_type(files, name):
+def test_upstream_refuses_the_type(files, name):
     """With its own ggml it fails with a reason instead of misreading the blocks."""
-    result = run_llama_cli(require_built(STOCK, "llama-cli"), files[name])
+    result = run_upstream(files[name])
     assert result.returncode != 0
     assert f"invalid ggml type {int(WEIGHT_TYPES[name].id)}" in result.stdout + result.stderr
 
 
 @pytest.mark.extra_build
-def test_upstream_llama_cli_is_unpatched(files):
-    assert run_llama_cli(require_built(STOCK, "llama-cli"), files["f16"]).returncode == 0
+def test_upstream_program_is_unpatched(files):
+    assert run_upstream(files["f16"]).returncode == 0
     assert not hasattr(ctypes.CDLL(str(require_built(STOCK, "libggml-base.so"))), "ggml_ext_abi_version")
