@@ -111,10 +111,10 @@ def render_quality(measured: dict) -> str:
         if name in QUALITY:
             cells = " | ".join(str(row.get(key, "")) for key in columns)
             lines.append(f"| {f'**{name}**' if name.lower() in WEIGHT_TYPES else name} | {row['bpw']:g} | {cells} |")
-    mixes = ", ".join(f"{name} {upstream} and {own}" for name, (upstream, own) in measured["mixes"]["rows"].items())
+    mixes = "; ".join(f"{name} {', '.join(figures)}" for name, figures in measured["mixes"]["rows"].items())
     return "\n".join([
         *lines, "",
-        f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize and by ggml-ext with `--no-propagate`: {mixes}. [All measurements](docs/results/measurements.md).",
+        f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize, by ggml-ext with `--no-propagate` and by default: {mixes}. [All measurements](docs/results/measurements.md).",
     ])
 
 
@@ -124,16 +124,16 @@ def render_gains(measured: dict) -> str:
     itq3_t, q3_k = q["ITQ3_T"], q["Q3_K"]
     mix, avx512 = measured["mixes"]["rows"]["Q4_K_M"], measured["avx512"]
     return "\n".join([
-        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the [reference",
-        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]} without sequential quantization (below). llama-quantize's Q4_K_M has the same size and {mix[0]}. "
+        "- **Standard GGUF files with 40 % of the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the [reference",
+        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[2]}. llama-quantize's Q4_K_M, calibrated with the same text, has the same size and {mix[0]}. "
         "KL divergence measures how far a model's predictions are from the original's; lower is better.",
         f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of "
-        f"{itq3_t['hessian']}, also without sequential quantization. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
-        f"  its KL divergence is {q3_k['upstream']} if made by llama-quantize and {q3_k['hessian']} if made by ggml-ext. "
+        f"{itq3_t['sequential']}. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
+        f"  its KL divergence is {q3_k['upstream']} if made by llama-quantize and {q3_k['sequential']} if made by ggml-ext. "
         f"ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K "
         f"on a Xeon (Sapphire Rapids), {measured['zen4']['decode/q3_k']['itq3_t']:.2f} times on a Zen 4 EPYC with AVX-512, and "
         f"{measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2.",
-        "- **Sequential quantization.** Each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
+        "- **Sequential quantization**, the default. Each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
 
