@@ -46,7 +46,7 @@ def test_calibration_runs_by_default_and_is_reused(workspace):
     (options,) = workspace.runs()
     assert {k: options[k] for k in ("-c", "--chunks", "-t", "-f")} == {"-c": "512", "--chunks": "100", "-t": "2", "-f": "calibration.txt"}
     assert options["-m"] == str(workspace.model) and "--moments" not in options and "--layers" not in options
-    assert "note: calibration: diagonal Hessians of 8 inputs, 100 chunks" in err and "built-in text" in err and "takes about 2 minutes" in err
+    assert "note: calibration: diagonal Hessians of 8 inputs, 100 chunks" in err and "built-in text" in err and ": estimate 2 minutes" in err
     assert sorted(p.name for p in workspace.out.parent.iterdir()) == ["out.gguf", "small-f16.imatrix.gguf", "small-f16.imatrix.json"]
     assert f"importance  = diagonal, of {workspace.cache} (built-in text)" in out
     fields = workspace.fields()

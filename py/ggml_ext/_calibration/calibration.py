@@ -324,7 +324,7 @@ def run_program(command: list[str], directory: Path, run: CalibrationRun, title:
             nonlocal has_estimate
             if not has_estimate and (eta := re.search(r"seconds per pass - ETA (?:(\d+) hours )?([\d.]+) minutes", text)):
                 has_estimate = True
-                console.note(f"{title} takes about {format_duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
+                console.note(f"{title}: estimate {format_duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
             if total := re.search(r"computing over (\d+) chunks", text):
                 bar.total = int(total[1])
             bar.update(len(re.findall(r"\[\d+\][^,\[]*,", text)) - bar.n)

@@ -142,4 +142,4 @@ def _measure_inputs(options: CalibrationOptions, file: GGUFFile, directory: Path
     file.complete(PROGRAM)
     with temporary_directory(directory, TEMPORARY, console.note) as temporary:
         run = CalibrationRun(**vars(setup), kind="diagonal")
-        return ImportanceMatrix(run_pass(run, file.path.absolute(), None, directory=temporary, title="inputs", console=console))
+        return ImportanceMatrix(run_pass(run, file.path.absolute(), None, directory=temporary, title="column scales", console=console))
