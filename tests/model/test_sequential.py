@@ -96,7 +96,7 @@ def test_number_of_threads_leaves_bytes_unchanged(small, text, tmp_path):
     assert len({(tmp_path / f"{n}.gguf").read_bytes() for n in (1, 2, 3)}) == 1
 
 
-@pytest.mark.parametrize("options", [{"type": "q3_k_s"}, {"type": "iq2_xxs"}, {"type": "q4_k", "importance": "block"}, {"encoder": "numpy", "type": "itq3_s", "token_embedding_type": "q8_0", "output_tensor_type": "q8_0"},
+@pytest.mark.parametrize("options", [{"type": "q3_k_s"}, {"type": "iq2_xxs"}, {"type": "q4_k", "importance": "block"}, {"encoder": "numpy", "token_embedding_type": "q8_0", "output_tensor_type": "q8_0"},
                                      {"type": "ditto3", "ditto_codebook": "tensor"}, {"split_max_size": "1M"}])
 def test_other_types_and_options_run(options, text, tmp_path, lib):
     model = tmp_path / "model.gguf"
