@@ -32,6 +32,10 @@ SANITIZE = "-fsanitize=address,undefined -fno-sanitize=enum,null,object-size,poi
 # for programs that run for seconds and compile for minutes
 QUICKLY_COMPILED = [f"-DCMAKE_{language}_FLAGS_RELEASE=-O1 -DNDEBUG" for language in ("C", "CXX")]
 
+# ggml's libraries without llama.cpp; sanitizers check our code only
+WITHOUT_LLAMA = ("-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF")
+SANITIZED = ("-DGGML_EXT_TESTS=ON", "-DGGML_LLAMAFILE=OFF", "-DGGML_CPU_REPACK=OFF", *QUICKLY_COMPILED, *WITHOUT_LLAMA)
+
 
 def run(*command) -> None:
     done = subprocess.run([str(c) for c in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -82,12 +86,8 @@ def main() -> None:
     find_cuda_tools()
     steps = {
         "package": (None, args.package, "ext-tests"),
-        # only the ggml libraries
-        "asan": (("-DGGML_EXT_TESTS=ON", f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *QUICKLY_COMPILED,
-                  "-DGGML_LLAMAFILE=OFF", "-DGGML_CPU_REPACK=OFF", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF"),
-                 ROOT / "build" / "asan", "ext-fuzz"),
-        "tsan": (("-DGGML_EXT_TESTS=ON", "-DGGML_SANITIZE_THREAD=ON", *QUICKLY_COMPILED, "-DGGML_LLAMAFILE=OFF", "-DGGML_CPU_REPACK=OFF",
-                  "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF"), ROOT / "build" / "tsan", "threadpool-stress"),
+        "asan": ((f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *SANITIZED), ROOT / "build" / "asan", "ext-fuzz"),
+        "tsan": (("-DGGML_SANITIZE_THREAD=ON", *SANITIZED), ROOT / "build" / "tsan", "threadpool-stress"),
         # for any CPU with AVX2: with GCC 12 an unpatched native build crashes on CPUs with AMX (upstream-bugs.md)
         "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=ON", "-DGGML_RPC=OFF",
                    *QUICKLY_COMPILED), ROOT / "build" / "stock", "llama-simple"),
@@ -97,8 +97,8 @@ def main() -> None:
                      "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
                     ROOT / "build" / "aarch64", "ext-tests"),
         # one library, which programs of the package load; its shaders take most of the time
-        "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=OFF",
-                    "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", *QUICKLY_COMPILED), ROOT / "build" / "vulkan", "ext-vulkan"),
+        "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF",
+                    *WITHOUT_LLAMA, *QUICKLY_COMPILED), ROOT / "build" / "vulkan", "ext-vulkan"),
     }
     for name in args.only.split(","):
         if name == "ptx":

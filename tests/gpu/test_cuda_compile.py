@@ -20,8 +20,9 @@ from helpers.native import BUILD, ROOT
 
 ARCHITECTURES = {"sm_90": "sm_90", "dp4a": "sm_75"}
 CUDA = "ggml/src/ggml-cuda"
-# Source of a type for make test, without tensor cores: tests/ptx compiles ours for sm_90, and upstream's. The others, and sm_90, are for make nightly.
-QUICK_TYPE = "mmq-itq3_t"
+# Sources that make test compiles without tensor cores, one type among them. tests/ptx compiles those of ours for sm_90, and upstream's. The others are
+# for make nightly.
+QUICK_DP4A = ("mmq", "quantize", "mmq-itq3_t")
 QUICK_MMVQ = {"ccq2": True, "itq3_t64": True, "itq1h_t": True, "q4_k": False}  # types whose kernels make test compiles, which take most of the time; True: ours
 TENSOR_CORES = re.compile(r"^#\s*define (?:VOLTA|TURING|AMPERE|BLACKWELL)_MMA_AVAILABLE$", re.M)
 
@@ -46,7 +47,7 @@ def cases(sources: list[str]) -> list:
     for source in sources:
         stem = Path(source).stem
         for arch in ARCHITECTURES if has_tensor_cores(source) else ("sm_90",):
-            is_quick = arch == "dp4a" and stem in (QUICK_TYPE, "mmq", "quantize") or arch != "dp4a" and not stem.startswith("mmq-")
+            is_quick = stem in QUICK_DP4A if arch == "dp4a" else not stem.startswith("mmq-")
             params.append(pytest.param(source, arch, id=f"{stem}-{arch}", marks=() if is_quick else pytest.mark.nightly))
     return [*params, pytest.param("mmvq.cu", "all types", id="mmvq-all-types", marks=pytest.mark.nightly)]
 

@@ -223,15 +223,15 @@ TYPES: dict[str, TypeInfo] = {
     ),
     "q8_kr32": TypeInfo(
         name="q8_kr32", id=ExtType.Q8_KR32, kind="activation", block_size=32, block_bytes=304, bpw=9.5, rotated=True,
-        about="activations rotated in blocks of 32, bytes of a group of eight; not a weight type",
+        about="activations rotated in blocks of 32, bytes of a group of eight",
     ),
     "q8_kr64": TypeInfo(
         name="q8_kr64", id=ExtType.Q8_KR64, kind="activation", block_size=64, block_bytes=288, bpw=9.0, rotated=True,
-        about="activations rotated in blocks of 64, bytes of a group of four; not a weight type",
+        about="activations rotated in blocks of 64, bytes of a group of four",
     ),
     "q8_kr": TypeInfo(
         name="q8_kr", id=ExtType.Q8_KR, kind="activation", block_size=256, block_bytes=292, bpw=9.125, rotated=True,
-        about="`block_q8_K` of the rotated activations; not a weight type",
+        about="`block_q8_K` of the rotated activations",
     ),
 }
 

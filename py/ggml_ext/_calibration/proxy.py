@@ -49,7 +49,7 @@ class ProxyModel:
         return GGMLQuantizationType[self.type.upper()] if self.file is None else CalibrationCost.read(self.file).type
 
     def list_dependencies(self) -> dict:
-        """List what a calibration result depends on, under the key of existing caches."""
+        """List what a calibration result depends on."""
         if self.file is None:
             return {"proxy": self.type}
         return {"proxy": self.file.fingerprints()}
