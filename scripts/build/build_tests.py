@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda_tools
@@ -35,6 +36,24 @@ QUICKLY_COMPILED = [f"-DCMAKE_{language}_FLAGS_RELEASE=-O1 -DNDEBUG" for languag
 # ggml's libraries without llama.cpp; sanitizers check our code only
 WITHOUT_LLAMA = ("-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF")
 SANITIZED = ("-DGGML_EXT_TESTS=ON", "-DGGML_LLAMAFILE=OFF", "-DGGML_CPU_REPACK=OFF", *QUICKLY_COMPILED, *WITHOUT_LLAMA)
+
+
+# name -> CMake's options, targets
+BUILDS = {
+    "package": ((), "ext-tests"),
+    "asan": ((f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *SANITIZED), "ext-fuzz"),
+    "tsan": (("-DGGML_SANITIZE_THREAD=ON", *SANITIZED), "threadpool-stress"),
+    # for any CPU with AVX2: with GCC 12 an unpatched native build crashes on CPUs with AMX (upstream-bugs.md)
+    "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=ON", "-DGGML_RPC=OFF",
+               *QUICKLY_COMPILED), "llama-simple"),
+    # the architecture level of most ARM CPUs since 2018
+    "aarch64": ((f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests' / 'aarch64.cmake'}", "-DGGML_EXT_TESTS=ON",
+                 "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_RPC=OFF",
+                 "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"), "ext-tests"),
+    # one library, which programs of the package load; its shaders take most of the time
+    "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF",
+                *WITHOUT_LLAMA, *QUICKLY_COMPILED), "ext-vulkan"),
+}
 
 
 def run(*command) -> None:
@@ -66,71 +85,81 @@ def glslc_stubs() -> Path:
     return copy
 
 
-def build_ptx(package: Path, *more: str) -> None:
+def build_ptx(args: argparse.Namespace) -> None:
     """Build the PTX of the CUDA kernels and the host code that launches them."""
-    if not cuda_tools.nvcc() or not cuda_tools.has_cublas():
-        print("skipping the interpreted CUDA kernels: install the CUDA toolkit, 12.8 or later", flush=True)
-        return
+    run(sys.executable, ROOT / "tests" / "ptx" / "build.py", "--package", args.package, *(["--nightly"] if args.nightly else []))
+
+
+def build_windows(args: argparse.Namespace) -> None:
+    run(sys.executable, ROOT / "scripts" / "build" / "windows.py", "--jobs", args.jobs)
+
+
+def build_with_cmake(name: str, args: argparse.Namespace) -> None:
+    """Configure a build, except the package's, and build its targets."""
+    options, *targets = BUILDS[name]
+    directory = ROOT / "build" / name if name != "package" else args.package
+    if name == "vulkan":
+        options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)
+    if name == "aarch64" and args.nightly:
+        targets.append("ext-nightly")
+    if options:
+        configure(name, *options)
+    run("cmake", "--build", directory, "--target", *targets, "--parallel", args.jobs)
+
+
+OTHERS = {"windows": build_windows, "ptx": build_ptx}
+
+
+def has_programs(name: str, nightly: bool) -> bool:
+    """Install the programs that a build and its tests need; return whether it can be built here, and say so if not."""
+    is_x86 = platform.machine() == "x86_64"
+    if name == "package":
+        find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
+        find_programs(system_packages.PARALLEL, "the test of GNU parallel will be skipped")
+        if nightly:
+            find_programs(system_packages.SLURM, "the test of Slurm will be skipped")
+        if nightly and is_x86:
+            find_programs(system_packages.WINE, "the tests of Windows' programs and Python will be skipped")
+    elif name == "aarch64":  # an ARM machine runs its own build
+        return platform.machine() not in ("aarch64", "arm64") and find_programs(
+            system_packages.CROSS, "aarch64 is not built and the NEON tests will be skipped")
+    elif name == "vulkan":
+        return platform.system() == "Linux" and find_programs(
+            system_packages.VULKAN | system_packages.VULKAN_TESTS, "the Vulkan backend is not built and its tests will be skipped")
+    elif name == "windows":
+        return nightly and is_x86 and find_programs(
+            system_packages.WINDOWS, "the programs for Windows are not built and their tests will be skipped")
+    elif name == "ptx":
+        find_cuda_tools()
+        if not (can_build := bool(cuda_tools.nvcc()) and cuda_tools.has_cublas()):
+            print("skipping the interpreted CUDA kernels: install the CUDA toolkit, 12.8 or later", flush=True)
+        return can_build
+    return True
+
+
+def build(name: str, args: argparse.Namespace) -> None:
     start = time.monotonic()
-    run(sys.executable, ROOT / "tests" / "ptx" / "build.py", "--package", package, *more)
-    print(f"built kernels to interpret in ptx: {time.monotonic() - start:.0f} s", flush=True)
+    if name in BUILDS:
+        build_with_cmake(name, args)
+    else:
+        OTHERS[name](args)
+    print(f"built {name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build directory of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="package,asan,tsan,stock,aarch64,vulkan,windows,ptx")
+    parser.add_argument("--only", default=",".join((*BUILDS, *OTHERS)))
     parser.add_argument("--nightly", action="store_true", help="ptx: all column counts, tiles and architectures of all types (20 minutes longer on two cores); aarch64: llama-perplexity too; windows: the programs")
     args = parser.parse_args()
-    find_cuda_tools()
-    steps = {
-        "package": (None, args.package, "ext-tests"),
-        "asan": ((f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *SANITIZED), ROOT / "build" / "asan", "ext-fuzz"),
-        "tsan": (("-DGGML_SANITIZE_THREAD=ON", *SANITIZED), ROOT / "build" / "tsan", "threadpool-stress"),
-        # for any CPU with AVX2: with GCC 12 an unpatched native build crashes on CPUs with AMX (upstream-bugs.md)
-        "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=ON", "-DGGML_RPC=OFF",
-                   *QUICKLY_COMPILED), ROOT / "build" / "stock", "llama-simple"),
-        # the architecture level of most ARM CPUs since 2018
-        "aarch64": ((f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests' / 'aarch64.cmake'}", "-DGGML_EXT_TESTS=ON",
-                     "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_RPC=OFF",
-                     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
-                    ROOT / "build" / "aarch64", "ext-tests"),
-        # one library, which programs of the package load; its shaders take most of the time
-        "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF",
-                    *WITHOUT_LLAMA, *QUICKLY_COMPILED), ROOT / "build" / "vulkan", "ext-vulkan"),
-    }
-    for name in args.only.split(","):
-        if name == "ptx":
-            build_ptx(args.package, *(["--nightly"] if args.nightly else []))
-            continue
-        if name == "windows":
-            if args.nightly and platform.machine() == "x86_64" and find_programs(
-                    system_packages.WINDOWS, "the programs for Windows are not built and their tests will be skipped"):
-                run(sys.executable, ROOT / "scripts" / "build" / "windows.py", "--jobs", args.jobs)
-            continue
-        if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
-                system_packages.CROSS, "aarch64 is not built and the NEON tests will be skipped")):
-            continue
-        if name == "vulkan" and (platform.system() != "Linux" or not find_programs(
-                system_packages.VULKAN | system_packages.VULKAN_TESTS, "the Vulkan backend is not built and its tests will be skipped")):
-            continue
-        if name == "package":
-            find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
-            find_programs(system_packages.PARALLEL, "the test of GNU parallel will be skipped")
-            if args.nightly:
-                find_programs(system_packages.SLURM, "the test of Slurm will be skipped")
-            if args.nightly and platform.machine() == "x86_64":
-                find_programs(system_packages.WINE, "the tests of Windows' programs and Python will be skipped")
-        options, directory, target = steps[name]
-        if name == "vulkan":
-            options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)
-        start = time.monotonic()
-        if options:
-            configure(directory.name, *options)
-        targets = [target, "ext-nightly"] if name == "aarch64" and args.nightly else [target]
-        run("cmake", "--build", directory, "--target", *targets, "--parallel", args.jobs)
-        print(f"built {target} in {directory.name}: {time.monotonic() - start:.0f} s", flush=True)
+    if unknown := set(args.only.split(",")) - {*BUILDS, *OTHERS}:
+        parser.error(f"argument --only: no build is called {', '.join(sorted(unknown))}; known: {', '.join((*BUILDS, *OTHERS))}")
+    names = [name for name in args.only.split(",") if has_programs(name, args.nightly)]
+    # two at a time: CMake configures on one core, and the longest source keeps one core at the end of a build
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(build, name, args) for name in names]:
+            done.result()
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_number_of_threads_leaves_bytes_unchanged(small, text, tmp_path):
                                      {"type": "ditto3", "ditto_codebook": "tensor"}, {"split_max_size": "1M"}])
 def test_other_types_and_options_run(options, text, tmp_path, lib):
     model = tmp_path / "model.gguf"
-    synth_model.write_model("f16", model, "tiny", 2)
+    synth_model.write_model("f16", model, "tiny", 1 if "encoder" in options else 2)  # numpy takes half a minute per layer
     result = quantize_sequentially(model, tmp_path / "out.gguf", text, **options)
     assert all(path.is_file() for path in result.paths)
 
