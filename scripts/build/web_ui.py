@@ -26,6 +26,8 @@ from pinned import Failure, cache_dir, run_script, sha256
 # required by llama.cpp's scripts/ui-assets.cmake
 REQUIRED = ("index.html", "manifest.webmanifest", "sw.js", "build.json", "_app/version.json", "**/bundle*.js", "**/bundle*.css",
             "workbox*.js")
+# a step takes 1 to 3 minutes on two cores; npm has no time limit of its own
+STEP_LIMIT = 20 * 60  # seconds
 UNUSED = shutil.ignore_patterns("node_modules", "dist", ".svelte-kit")
 
 
@@ -58,14 +60,22 @@ def reason(output: str) -> str:
 
 
 def run_npm(title: str, command: list[str], directory: Path, env: dict[str, str]) -> None:
-    """Run a step of npm. Failure if it fails."""
+    """Run a step of npm. Failure if it fails or takes longer than STEP_LIMIT; what it started then ends too."""
     try:
-        done = subprocess.run(command, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, errors="replace")
+        process = subprocess.Popen(command, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, errors="replace", start_new_session=True)
     except OSError as e:
         raise Failure(f"{title} failed: {command[0]}: {e.strerror}") from None
-    if done.returncode:
-        raise Failure(f"{title} failed: {reason(done.stdout)}")
+    with process:
+        try:
+            output, _ = process.communicate(timeout=STEP_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"{title} took longer than {STEP_LIMIT // 60} minutes; check the connection to npm's registry, and build again") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise Failure(f"{title} failed: {reason(output)}")
 
 
 def build_page(npm: str, tree: Path, work: Path) -> Path:

@@ -27,7 +27,8 @@ from helpers.models import copy_metadata, finish, read_tensors
 from helpers.streams import SAME, start_streams, sums_of_squares
 
 
-@pytest.fixture(scope="module", params=["tiny", "tiny-experts", "tiny-ragged"])
+# tiny-experts and tiny-ragged together have what tiny has
+@pytest.fixture(scope="module", params=[pytest.param("tiny", marks=pytest.mark.nightly), "tiny-experts", "tiny-ragged"])
 def small(request, tmp_path_factory, lib):
     """Write a synthetic model of two layers with different experts."""
     path = tmp_path_factory.mktemp("model") / f"{request.param}.gguf"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,16 @@ def test_stopped_build_leaves_no_files(page_build, name):
     """npm sends the signal, as a terminal would."""
     page_build.npm(ci=f"import signal; os.kill(os.getppid(), signal.{name}); time.sleep(0.5)")
     page_build.assert_fails(f"stopped by {name}")
+
+
+def test_npm_that_hangs_is_stopped(page_build, tmp_path, monkeypatch):
+    """With what it started, which holds its output open and would write a file after three seconds."""
+    monkeypatch.setattr(web_ui, "STEP_LIMIT", 1)
+    page_build.npm(ci="""subprocess.run([sys.executable, "-c", "import time; time.sleep(3); open('late', 'w')"])""")
+    with pytest.raises(web_ui.Failure, match="npm ci took longer than"):
+        web_ui.run_npm("npm ci", [str(page_build.programs / "npm"), "ci"], tmp_path, page_build.env | {"npm_config_cache": str(tmp_path / "npm")})
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
 
 
 def test_page_of_a_concurrent_build_is_used(page_build):
