@@ -5,7 +5,7 @@ package: upstream's tests and the kernels per instruction set; asan: the fuzz dr
 aarch64: ggml and the NEON kernels, which run under qemu, with --nightly llama-perplexity too; vulkan: the backend, which runs on lavapipe;
 windows: with --nightly the programs for Windows, which run under Wine; ptx: the CUDA kernels for the interpreter.
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,windows,ptx] [--nightly]
+    build_tests.py --package build/package [--jobs N] [--only package,asan,tsan,stock,aarch64,vulkan,windows,ptx] [--nightly]
 
 gpu_bundle.py (make cuda) builds the complete CUDA backend, which no test needs.
 """
@@ -36,7 +36,6 @@ QUICKLY_COMPILED = [f"-DCMAKE_{language}_FLAGS_RELEASE=-O1 -DNDEBUG" for languag
 # ggml's libraries without llama.cpp; sanitizers check our code only
 WITHOUT_LLAMA = ("-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF")
 SANITIZED = ("-DGGML_EXT_TESTS=ON", "-DGGML_LLAMAFILE=OFF", "-DGGML_CPU_REPACK=OFF", *QUICKLY_COMPILED, *WITHOUT_LLAMA)
-
 
 # name -> CMake's options, targets
 BUILDS = {
@@ -158,8 +157,7 @@ def main() -> None:
     names = [name for name in args.only.split(",") if has_programs(name, args.nightly)]
     # two at a time: CMake configures on one core, and the longest source keeps one core at the end of a build
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(build, name, args) for name in names]:
-            done.result()
+        list(pool.map(lambda name: build(name, args), names))  # a failed build cancels those that wait
 
 
 if __name__ == "__main__":
