@@ -8,6 +8,7 @@ import pytest
 
 from ggml_ext._encode import correction as _correction
 from ggml_ext._encode.correction import LEAST_RIDGE, choose_ridge
+from ggml_ext._formats.hessians import SEQUENTIAL_SHRINKAGE
 from ggml_ext._native import token_sums
 from ggml_ext._native.streams import ChunkArrays, ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import Sums, sole_narrow_product
@@ -116,6 +117,7 @@ def test_sums_over_chunks_match_numpy(rounding):
         assert np.abs(actual - exact).max() <= ((TOKENS + 2) * 2**-24 + rounding) * np.abs(x_made).max() * (np.abs(x).max() + np.abs(r).max()) * 2 * TOKENS
         assert np.corrcoef(actual.ravel(), exact.ravel())[0, 1] > 0.999999
     assert sums.counts.tolist() == [2 * TOKENS] and list(sums.r) == [NAMES[0]]
+    assert sums.hessian("", "full").shrinkage() == SEQUENTIAL_SHRINKAGE * COLUMNS / (2 * TOKENS)
     for field in ("h", "d", "counts"):
         assert getattr(arrays[0], field).tobytes() == getattr(arrays[1], field).tobytes()
 

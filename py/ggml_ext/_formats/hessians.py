@@ -24,9 +24,9 @@ BLOCK = 256  # columns per block of a block-diagonal Hessian
 KIND, BLOCK_SIZE, WEIGHTS, OWNERS = (f"imatrix.moments{end}" for end in ("", ".block_size", ".tensors", ".inputs"))
 VALUES, COUNTS = ".in_moments", ".moment_counts"
 
-# Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, and the least strength. The
-# search is in docs/results/shrinkage.md.
-SHRINKAGE, LEAST_SHRINKAGE = 8, 0.03
+# Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, without and with sequential
+# quantization, and the least strength. The search is in docs/results/shrinkage.md.
+SHRINKAGE, SEQUENTIAL_SHRINKAGE, LEAST_SHRINKAGE = 2, 8, 0.03
 # Tokens per column from which on full Hessians are used: then they are better than block-diagonal ones, or equal (docs/results/calibration.md).
 ENOUGH_TOKENS = 2
 ADVISED_TOKENS = 16  # per column, in the warning of too few
@@ -154,6 +154,7 @@ class TensorHessian:
         stored: sums, float32 (n_matrices, n_values).
         stored_full: the kind of `stored` is "full".
         factors: of column scales, float32 (n_columns,), which divide the inputs; None without them.
+        strength: of the shrinkage: tokens per column at which the diagonal is doubled.
     """
 
     where: str
@@ -163,6 +164,7 @@ class TensorHessian:
     stored: np.ndarray | Rows
     stored_full: bool
     factors: np.ndarray | None = None
+    strength: float = SHRINKAGE
     _means: list[np.ndarray] = field(default_factory=list)  # at most one
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -191,7 +193,7 @@ class TensorHessian:
         multiple of the mean diagonal. That suits inputs of equal energies, but in real models a few columns have a hundred times the energy
         of the others, and their mean hides the others' correlations.
         """
-        return regularization(SHRINKAGE, LEAST_SHRINKAGE, self.width, float(self.counts.sum()))
+        return regularization(self.strength, LEAST_SHRINKAGE, self.width, float(self.counts.sum()))
 
     def triangles(self, expert: int) -> np.ndarray:
         """Return the packed triangles of an expert in any scale: float32 (packed_size(n_columns, is_full),). UserError for invalid sums."""

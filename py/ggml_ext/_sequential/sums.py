@@ -12,7 +12,7 @@ import numpy as np
 
 from .._base.errors import UserError
 from .._formats.column_scales import ColumnScales
-from .._formats.hessians import TensorHessian, own_share, pack_triangle
+from .._formats.hessians import SEQUENTIAL_SHRINKAGE, TensorHessian, own_share, pack_triangle
 from .._native.streams import FLAG, HINT, ChunkArrays, ProductGroup, WeightProduct, dense_products
 from .._native.token_sums import PackedTokens, TokenSums, pack
 
@@ -179,7 +179,7 @@ class Sums:
     def hessian(self, where: str, kind: str) -> TensorHessian:
         """Return H for the encoders. where: its name in messages."""
         packed = PackedRows(self.h) if self.group.experts else pack_triangle(self.h[0])[None]
-        return TensorHessian(where, kind, self.group.columns, self.counts, packed, stored_full=True)
+        return TensorHessian(where, kind, self.group.columns, self.counts, packed, stored_full=True, strength=SEQUENTIAL_SHRINKAGE)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return H and D of an expert, blended with the mean as in TensorHessian; expert 0 if there are no other sums."""
