@@ -81,7 +81,9 @@ def imatrix_flags(folder, kind: str) -> list:
     return ["--imatrix", write_imatrix(folder / "im.gguf", entries)]
 
 
-CASES = [pytest.param(name, options, marks=() if name in TYPE_KINDS or options == "spread" else pytest.mark.nightly)
+# By day one type of each encoder has all importances, and one of each kind of kernel the most unusual ones: trellis types differ by a row of a table.
+BY_DAY = dict.fromkeys(TYPE_KINDS, ("spread",)) | dict.fromkeys(("itq3_s", "ccq2", "ditto3", "itq3_t"), tuple(IMPORTANCES))
+CASES = [pytest.param(name, options, marks=() if options in BY_DAY.get(name, ()) or name in TYPE_KINDS and not options else pytest.mark.nightly)
          for name in sorted(WEIGHT_TYPES) for options in ("", *IMPORTANCES)] + [("ditto3", "tensor")]
 
 

@@ -114,11 +114,12 @@ def test_pure_type_matches_llama_quantize(models, name):
 
 QUICKLY_MADE = ("q4_0", "q3_k_l", "q4_k_m", "iq4_nl")
 MADE = (*QUICKLY_MADE, "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "q2_0", "iq1_m", "iq2_m", "iq3_xxs")
+SLOWLY_MADE = ("iq1_m",)  # llama.cpp's encoder takes half a minute; test_rules.py has its rules
 
 
 def kinds_and_names(names, quick):
-    """Return all names for the small model and the quick ones for the others; at night all names for all models."""
-    of_small = [("small", n) if n in quick else pytest.param("small", n, marks=pytest.mark.slow) for n in names]
+    """Return all names for the small model, and the quick ones for the others; at night all names for all models."""
+    of_small = [("small", n) if n in quick else pytest.param("small", n, marks=pytest.mark.nightly if n in SLOWLY_MADE else pytest.mark.slow) for n in names]
     tier = {n: pytest.mark.slow if n in quick else pytest.mark.nightly for n in names}
     return [*of_small, *(pytest.param(kind, n, marks=tier[n]) for kind in MODELS if kind != "small" for n in names)]
 

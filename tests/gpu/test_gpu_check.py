@@ -159,8 +159,8 @@ def test_failing_check_fails_the_run(check, broken, part, expected):
     assert f"failed: {expected}: " in page
 
 
-@pytest.mark.parametrize("broken, expected", [("slow itq3_t", ["generation and prompts"]), ("slow ditto5", ["generation and prompts"]),
-                                              ("rotation", ["share of the rotation"])])
+@pytest.mark.parametrize("broken, expected", [pytest.param("slow itq3_t", ["generation and prompts"], marks=pytest.mark.nightly),
+                                              ("slow ditto5", ["generation and prompts"]), ("rotation", ["share of the rotation"])])
 def test_slow_type_is_named(check, broken, expected):
     code, report, _, page = check("--types", "itq3_s,itq3_t,ditto5", "--only", "speed", broken=broken)
     assert (code, failures(report), failures(report, "slow")) == (1, [], expected)

@@ -92,16 +92,20 @@ def test_architectures_are_quantized_with_feedback_or_a_note(architecture, reaso
 
 
 def test_number_of_threads_leaves_bytes_unchanged(small, text, tmp_path):
-    for n_threads in (1, 2, 3):
+    for n_threads in (1, 3):
         quantize_sequentially(small, tmp_path / f"{n_threads}.gguf", text, threads=n_threads)
-    assert len({(tmp_path / f"{n}.gguf").read_bytes() for n in (1, 2, 3)}) == 1
+    assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "3.gguf").read_bytes()
 
 
-@pytest.mark.parametrize("options", [{"type": "q3_k_s"}, {"type": "iq2_xxs"}, {"type": "q4_k", "importance": "block"}, {"encoder": "numpy", "token_embedding_type": "q8_0", "output_tensor_type": "q8_0"},
+NOT_IN_NUMPY = ["attn_q|attn_v|attn_output|ffn_gate|ffn_up=f16"]  # numpy takes 6 seconds per matrix
+
+
+@pytest.mark.parametrize("options", [{"type": "q3_k_s"}, {"type": "iq2_xxs"}, {"type": "q4_k", "importance": "block"},
+                                     {"encoder": "numpy", "tensor_type": NOT_IN_NUMPY, "token_embedding_type": "q8_0", "output_tensor_type": "q8_0"},
                                      {"type": "ditto3", "ditto_codebook": "tensor"}, {"split_max_size": "1M"}])
 def test_other_types_and_options_run(options, text, tmp_path, lib):
     model = tmp_path / "model.gguf"
-    synth_model.write_model("f16", model, "tiny", 1 if "encoder" in options else 2)  # numpy takes half a minute per layer
+    synth_model.write_model("f16", model, "tiny", 1 if "encoder" in options else 2)
     result = quantize_sequentially(model, tmp_path / "out.gguf", text, **options)
     assert all(path.is_file() for path in result.paths)
 
