@@ -82,7 +82,7 @@ install: $(VENV)/.tools
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -v \
 	    -C build-dir=$(BUILD) -C cmake.define.GGML_EXT_TESTS=ON $(CONFIG) . > build/install.log 2>&1 \
 	    || { tail -n 40 build/install.log; echo "error: the build failed; the complete log is build/install.log"; exit 1; }
-	@sed -n 's/^ *-- \(chat page: left out\)/\1/p' build/install.log
+	@sed -En 's/^ *(-- )?(chat page: left out)/\2/p' build/install.log
 
 # -C requires pip 23.1; Debian 12 and Ubuntu 22.04 have older versions
 $(VENV)/.tools:

@@ -2,6 +2,7 @@
 """Build llama-server's chat page from tools/ui of the llama.cpp tree, once per tree. Needs only the standard library and npm with Node.js.
 
     web_ui.py build                      print the directory of the built page; exit with 1 and one line if that fails
+    web_ui.py install DIR [--optional]   put the page into DIR, in place of what is there; --optional: an error leaves it out
 
 The page is cached (pinned.py): for the pinned tree under its version, for the tree in GGML_EXT_LLAMA_CPP_DIR under a digest of tools/ui.
 npm comes from the PATH and uses the user's registry. Its downloads, 860 MB, are in a temporary directory of the cache that is removed at
@@ -126,13 +127,30 @@ def stop(number: int, frame: object) -> None:
     raise Failure(f"stopped by {signal.Signals(number).name}")
 
 
+def install(directory: Path, is_optional: bool) -> None:
+    """Put the page into `directory`, in place of what is there, and say in one line whether llama-server has it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        shutil.copytree(build(), directory)
+    except Failure as e:
+        if not is_optional:
+            raise Failure(f"chat page: {e}; GGML_EXT_UI=OFF leaves it out") from None
+        print(f"chat page: left out, {e}")
+    else:
+        print("chat page: in llama-server")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_subparsers(dest="command", required=True).add_parser("build")
-    parser.parse_args(argv)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("build")
+    installer = commands.add_parser("install")
+    installer.add_argument("directory", metavar="DIR", type=Path)
+    installer.add_argument("--optional", action="store_true")
+    args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    return run_script(lambda: print(build()))
+    return run_script(lambda: install(args.directory, args.optional) if args.command == "install" else print(build()))
 
 
 if __name__ == "__main__":

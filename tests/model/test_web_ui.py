@@ -190,28 +190,29 @@ def test_page_of_a_concurrent_build_is_used(page_build):
     assert page_build.build() == entry
 
 
-def test_configure_reports_the_page_in_one_line(page_build, tmp_path, monkeypatch):
-    """One build directory, so that each configuration follows another one."""
+def test_build_reports_the_page_in_one_line(page_build, tmp_path, monkeypatch):
+    """One build directory, so that each build follows another one."""
     tree = llama_cpp.pristine_tree()
     monkeypatch.setenv("GGML_EXT_LLAMA_CPP_DIR", str(tree))
     monkeypatch.setenv("GGML_EXT_CACHE_DIR", str(page_build.cache))
     monkeypatch.setenv("PATH", f"{page_build.programs}{os.pathsep}{os.environ['PATH']}")
-    copied = tmp_path / "build" / "llama.cpp" / "tools" / "ui" / "dist" / "index.html"
+    installed = tmp_path / "build" / "llama.cpp" / "tools" / "ui" / "dist" / "index.html"
 
-    def configure(*options: str) -> tuple[bool, str]:
-        done = subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}",
-                               *options], capture_output=True, text=True)
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if "chat page" in line]
-        assert len(lines) == 1, done.stdout + done.stderr
-        return done.returncode == 0, lines[0].strip()
+    def build(*options: str) -> tuple[bool, str]:
+        runs = [subprocess.run(["cmake", *command], capture_output=True, text=True) for command in (
+            ["-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options],
+            ["--build", tmp_path / "build", "--target", "llama-ui-assets"])]
+        output = "".join(run.stdout + run.stderr for run in runs)
+        lines = [line for line in output.splitlines() if "chat page: " in line]
+        assert len(lines) == 1 and runs[0].returncode == 0, output
+        return runs[1].returncode == 0, lines[0].strip()
 
     page_build.npm(ci="sys.exit('no such luck')")
-    assert configure() == (True, "-- chat page: left out, npm ci failed: no such luck") and not copied.exists()
-    done, line = configure("-DGGML_EXT_UI=ON")
-    assert not done and line.startswith("chat page: npm ci failed: no such luck")
+    assert build() == (True, "chat page: left out, npm ci failed: no such luck") and not installed.exists()
+    assert build("-DGGML_EXT_UI=ON") == (False, "error: chat page: npm ci failed: no such luck; GGML_EXT_UI=OFF leaves it out")
     assert page_build.n_calls() == 2
     page_build.npm()
-    assert configure("-UGGML_EXT_UI") == (True, "-- chat page: in llama-server")  # as an older version configured the directory
-    assert copied.read_text() == "index.html"
-    assert configure("-DGGML_EXT_UI=OFF") == (True, "-- chat page: left out, GGML_EXT_UI=OFF")
-    assert page_build.n_calls() == 4 and not copied.exists()
+    assert build("-UGGML_EXT_UI") == (True, "chat page: in llama-server")  # as an older version configured the directory
+    assert installed.read_text() == "index.html"
+    assert build("-DGGML_EXT_UI=OFF") == (True, "-- chat page: left out, GGML_EXT_UI=OFF")
+    assert page_build.n_calls() == 4 and not installed.exists()
