@@ -81,7 +81,7 @@ def test_failed_parts_are_named_and_the_rest_continues(tmp_path, monkeypatch, ca
     for name, value in (OFFLINE | {"GGML_EXT_CACHE_DIR": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(demo, "quality", quality)
-    monkeypatch.setattr(demo, "quantize_with_ggml_ext", lambda *args, **kw: quantize(*args, "--calibration-chunks", "4", **kw))
+    monkeypatch.setattr(demo, "quantize_with_ggml_ext", lambda *args, **kw: quantize(*args, "--calibration-chunks", "4", "--no-propagate", **kw))
     monkeypatch.setattr(demo, "OUT", ROOT / "build" / "demo")
     monkeypatch.setattr(sys, "argv", ["demo.py", "--chunks", "4", "--layers", "1", "--types", "f16,q3_k,itq3_s", "--threads", "1"])
     monkeypatch.setattr(demo, "FAILURES", [])
