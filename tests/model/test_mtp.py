@@ -8,7 +8,6 @@ import gguf
 import numpy as np
 import pytest
 
-import mtp_model
 from ggml_ext._base.console import Console
 from ggml_ext._calibration import by_layer
 from ggml_ext._native.graph import read_uses
@@ -17,7 +16,7 @@ from ggml_ext._sequential.sums import Sums
 from helpers import architectures
 from helpers.commands import quantize, tool
 from helpers.models import read_tensors
-from helpers.mtp import append_mtp_layers
+from helpers.mtp import append_mtp_layers, read_weights, start_mtp_layer, write_with_mtp_layers
 from helpers.streams import SAME
 
 CONTEXT, N_CHUNKS, N = 128, 3, 8  # N: layers of the reference model
@@ -30,12 +29,12 @@ ARCHITECTURES = ("cohere2moe", "deepseek2", "hy_v3", "qwen35", "qwen3next")
 @pytest.fixture(scope="module")
 def predictor(tmp_path_factory, model):
     """The reference model with two MTP layers of random weights."""
-    weights, random = mtp_model.read_weights(gguf.GGUFReader(model)), np.random.default_rng(1)
-    layers = [mtp_model.start_layer(weights, copied) for copied in (N - 1, N - 2)]
+    weights, random = read_weights(gguf.GGUFReader(model)), np.random.default_rng(1)
+    layers = [start_mtp_layer(weights, copied) for copied in (N - 1, N - 2)]
     for layer in layers:
         for name in ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm"):
             layer[name] = layer[name] * random.uniform(0.5, 1.5, layer[name].shape).astype(np.float32)
-    return mtp_model.write_with_mtp_layers(model, tmp_path_factory.mktemp("mtp") / "m.gguf", layers)
+    return write_with_mtp_layers(model, tmp_path_factory.mktemp("mtp") / "m.gguf", layers)
 
 
 def run_llama_imatrix(model, text, out, *options, batch=CONTEXT) -> None:
