@@ -39,7 +39,6 @@ check: install
 	@echo "skipped: tests of models, device code, emulated CPUs, the wheel and more row sizes; make test runs all"
 
 test: install
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD) $(MORE)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
 

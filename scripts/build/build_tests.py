@@ -1,11 +1,16 @@
 #!/usr/bin/env python3
-"""Build the native parts of the test suite.
+"""Build the native parts of the test suite, and install the Python packages that it needs.
 
-package: upstream's tests and the kernels per instruction set; asan: the fuzz drivers under sanitizers; stock: unpatched llama.cpp;
-aarch64: ggml and the NEON kernels, which run under qemu, with --nightly llama-perplexity too; vulkan: the backend, which runs on lavapipe;
-windows: with --nightly the programs for Windows, which run under Wine; ptx: the CUDA kernels for the interpreter.
+    requirements   tests/requirements.txt
+    package        upstream's tests and the kernels per instruction set
+    asan, tsan     the fuzz drivers and the thread pool under sanitizers
+    stock          unpatched llama.cpp
+    aarch64        ggml and the NEON kernels, which run under qemu; --nightly: llama-perplexity too
+    vulkan         the backend, which runs on lavapipe
+    windows        --nightly: the programs for Windows, which run under Wine
+    ptx            the CUDA kernels for the interpreter
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,tsan,stock,aarch64,vulkan,windows,ptx] [--nightly]
+    build_tests.py --package build/package [--jobs N] [--only package,ptx,...] [--nightly]
 
 gpu_bundle.py (make cuda) builds the complete CUDA backend, which no test needs.
 """
@@ -17,8 +22,10 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import cuda_tools
@@ -55,6 +62,9 @@ BUILDS = {
 }
 
 
+pip_lock = threading.Lock()  # one pip at a time changes the environment
+
+
 def run(*command) -> None:
     done = subprocess.run([str(c) for c in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -66,11 +76,21 @@ def configure(directory: str, *options: str) -> None:
         *options)
 
 
+def pip_install(*arguments) -> None:
+    with pip_lock:
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+
+
+def install_requirements(args: argparse.Namespace) -> None:
+    pip_install("-r", ROOT / "tests" / "requirements.txt")
+
+
 def find_cuda_tools() -> None:
     """Install the headers of cuBLAS if nvcc has none."""
     if cuda_tools.nvcc() and not cuda_tools.has_cublas():
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "nvidia-cublas"])
-        if done.returncode:
+        try:
+            pip_install("--no-deps", "nvidia-cublas")
+        except SystemExit:
             print("the CUDA sources will not be compiled: pip install nvidia-cublas failed", flush=True)
 
 
@@ -106,7 +126,8 @@ def build_with_cmake(name: str, args: argparse.Namespace) -> None:
     run("cmake", "--build", directory, "--target", *targets, "--parallel", args.jobs)
 
 
-OTHERS = {"windows": build_windows, "ptx": build_ptx}
+STEPS = {"requirements": install_requirements, **{name: partial(build_with_cmake, name) for name in BUILDS}, "windows": build_windows,
+         "ptx": build_ptx}
 
 
 def has_programs(name: str, nightly: bool) -> bool:
@@ -137,25 +158,24 @@ def has_programs(name: str, nightly: bool) -> bool:
 
 
 def build(name: str, args: argparse.Namespace) -> None:
+    if not has_programs(name, args.nightly):
+        return
     start = time.monotonic()
-    if name in BUILDS:
-        build_with_cmake(name, args)
-    else:
-        OTHERS[name](args)
-    print(f"built {name}: {time.monotonic() - start:.0f} s", flush=True)
+    STEPS[name](args)
+    print(f"ready: {name}, {time.monotonic() - start:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build directory of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default=",".join((*BUILDS, *OTHERS)))
+    parser.add_argument("--only", default=",".join(STEPS))
     parser.add_argument("--nightly", action="store_true", help="ptx: all column counts, tiles and architectures of all types (20 minutes longer on two cores); aarch64: llama-perplexity too; windows: the programs")
     args = parser.parse_args()
-    if unknown := set(args.only.split(",")) - {*BUILDS, *OTHERS}:
-        parser.error(f"argument --only: no build is called {', '.join(sorted(unknown))}; known: {', '.join((*BUILDS, *OTHERS))}")
-    names = [name for name in args.only.split(",") if has_programs(name, args.nightly)]
-    # two at a time: CMake configures on one core, and the longest source keeps one core at the end of a build
+    names = args.only.split(",")
+    if unknown := set(names) - set(STEPS):
+        parser.error(f"argument --only: no build is called {', '.join(sorted(unknown))}; known: {', '.join(STEPS)}")
+    # two at a time: pip uses one core, CMake configures on one, and the longest source keeps one core at the end of a build
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: build(name, args), names))  # a failed build cancels those that wait
 

@@ -65,9 +65,9 @@ static int64_t multiply_registers(int64_t n) {
     i32_vector q0 = set_i32(0x01010101), q1 = set_i32(0x02020202), y = q0;
     for (int c = 0; c < COLUMNS_PER_PASS; ++c) { acc[c][0] = acc[c][1] = set_i32(c); } // different, so that no two are computed as one
     for (int64_t i = 0; i < n; ++i) {
-        y = keep(y); // no product is computed before the loop
 #pragma GCC unroll 16
         for (int c = 0; c < COLUMNS_PER_PASS; ++c) {
+            y = keep(y); // without VNNI, equal products would be computed once
             acc[c][0] = add_dot4(acc[c][0], q0, y);
             acc[c][1] = add_dot4(acc[c][1], q1, y);
         }
