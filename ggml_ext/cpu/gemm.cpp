@@ -117,7 +117,7 @@ template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker
 
 // docs/results/speed.md. Trellis types gain most from unpacking once for all columns.
 template <typename B> static constexpr int64_t gemm_columns() {
-    return HAS_DOT4 ? (group_blocks<B> > 1 ? 10 : has_scales<B> ? 8 : 9) : is_trellis<B> ? 11 : 29;
+    return HAS_DOT4 ? (group_blocks<B> > 1 ? 10 : has_scales<B> ? 8 : 9) : is_trellis<B> ? 11 : has_scales<B> ? 80 : 29;
 }
 
 template <typename B> static gemm_functions make_functions() {

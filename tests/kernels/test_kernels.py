@@ -219,7 +219,7 @@ def gemm_columns(type_name: str) -> int:
     if kernels("native").isa in ("scalar", "neon") or type_name not in GEMM_TYPES:
         return 1 << 60
     if kernels("native").isa == "avx2":
-        return 11 if TYPES[type_name].trellis_values else 29
+        return 11 if TYPES[type_name].trellis_values else 80 if type_name == "ccq2" else 29
     return 10 if TYPES[type_name].block_size == 64 else 8 if type_name == "ccq2" else 9
 
 
