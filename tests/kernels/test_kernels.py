@@ -277,7 +277,7 @@ def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
     many = product(x)
     exact, bound = dot_reference(lib, type_name, rows[1], kernels("native").quantize_for(type_name, x[3]))
     assert (np.abs(many[3] - exact) <= bound).all()
-    for n_cols in (n for n in (7, 12, 13, 31, 32) if 2 * n >= native.gemm_columns(type_name)):
+    for n_cols in (n for n in (7, 12, 13, 31, 32, 41) if 2 * n >= native.gemm_columns(type_name)):
         assert same_bits(product(np.ascontiguousarray(x[:, :n_cols])), many[:, :n_cols]), f"{type_name}: {n_cols} columns"
 
 
