@@ -91,7 +91,7 @@ def test_experts_are_blended_with_their_layer(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "tokens", "shrinkage"), [
-    ("block", 32 * 256, 0.0625), ("full", 32 * 320, 0.0625), ("full", 16 * 320, 0.125), ("full", 400 * 320, 0.03), ("full", 100, 2)])
+    ("block", 32 * 256, 0.125), ("full", 32 * 320, 0.125), ("full", 16 * 320, 0.25), ("full", 400 * 320, 0.03), ("full", 100, 4)])
 def test_shrinkage_follows_tokens_and_columns(tmp_path, kind, tokens, shrinkage):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(4, 320)}, kind, tensors={f"{UP}.moment_counts": np.array([[tokens]])})
     assert read_hessian(path, tensor_of(UP, 320, 8)).shrinkage() == shrinkage
@@ -307,8 +307,8 @@ def test_non_positive_hessians_are_shrunk_once_more(tmp_path):
     lib = FakeLibrary(library.NotPositiveDefinite, metric)
     created, (warning,) = compute_metric(tmp_path, lib, effort="best")
     assert created is metric and [a[4:] for a in lib.calls] == [(SHRINKAGE * 256 / 5000, 8), (10 * (SHRINKAGE * 256 / 5000), 8)]
-    assert UP in warning and "not positive definite" in warning and "1.024" in warning
-    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 1.024 of the diagonal added.*--importance diagonal"):
+    assert UP in warning and "not positive definite" in warning and "2.048" in warning
+    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 2.048 of the diagonal added.*--importance diagonal"):
         compute_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
     with pytest.raises(UserError, match=f"{UP}.*not enough memory.*256 columns.*--importance block"):
         compute_metric(tmp_path, FakeLibrary(MemoryError), "full")

@@ -26,7 +26,7 @@ VALUES, COUNTS = ".in_moments", ".moment_counts"
 
 # Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, without and with sequential
 # quantization, and the least strength. The search is in docs/results/shrinkage.md.
-SHRINKAGE, SEQUENTIAL_SHRINKAGE, LEAST_SHRINKAGE = 2, 8, 0.03
+SHRINKAGE, SEQUENTIAL_SHRINKAGE, LEAST_SHRINKAGE = 4, 8, 0.03
 # Tokens per column from which on full Hessians are used: then they are better than block-diagonal ones, or equal (docs/results/calibration.md).
 ENOUGH_TOKENS = 2
 ADVISED_TOKENS = 16  # per column, in the warning of too few
